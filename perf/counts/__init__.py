@@ -1,1 +1,1 @@
-"""What kernels consist of and ask of memory, counted without a GPU."""
+"""Counts of kernels' instructions and memory accesses, made without a GPU."""

@@ -1,10 +1,10 @@
-"""Count what kernels ask of memory on an H200, beside vLLM's Triton kernels, in an emulated GPU.
+"""Count the memory accesses of our kernels and vLLM's Triton kernels in an emulated H200.
 
 python -m perf.counts.emulated_traffic [--only D] [--peers none] [--save FOLDER]
 
-The PTX for compute capability 9.0 runs on shapes that are cut to few requests. Sectors of global
-memory and turns at the banks of shared memory are counted. This tells what a kernel asks of the
-memory system, not how fast it is.
+The PTX for compute capability 9.0 runs on shapes that are cut to few requests. The program counts
+sectors of global memory and turns at the banks of shared memory. The counts show how a kernel uses
+the memory system, not how fast it is.
 """
 
 import argparse
@@ -21,7 +21,10 @@ from perf.harness.compiled_launches import CAPABILITY, show_vllm_a_gpu
 MAX_REQUESTS = 4
 MAX_TOKENS = 2048
 MAX_QUERIES = 256
-"""What shapes are cut to: a program shall go through several tiles, and the table take minutes."""
+"""Limits that shapes are cut to.
+
+A program should go through several tiles, and the table should take only minutes.
+"""
 
 HEADER = f"""\
 {"shape":38} {"kernel of":11} {"kernel":30} {"KiB":>7} {"moved":>6} {"again":>6} \
@@ -35,7 +38,7 @@ LEGEND = (
 
 
 def line(shape: str, owner: str, name: str, counters: Counters) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     loads, stores, shared = counters.loads, counters.stores, counters.shared
     kib = loads.distinct_bytes / 1024
 
@@ -52,7 +55,7 @@ def line(shape: str, owner: str, name: str, counters: Counters) -> str:
 
 
 def counted(gpu: EmulatedGpu, prepare: Callable[[], Callable[[], object]]) -> dict[str, Counters]:
-    """What the kernels of a launch ask for, by name; not those that prepare it."""
+    """Return the counters of a launch's kernels by name, without the kernels that prepare it."""
     launch = prepare()
     gpu.counters.clear()
     launch()
@@ -103,6 +106,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    # vLLM takes it for a GPU machine that hides its GPUs.
+    # With an empty value, vLLM assumes a GPU machine that hides its GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     main()

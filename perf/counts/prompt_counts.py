@@ -1,7 +1,8 @@
-"""What prompts through recurrent layers ask of an H200: rows R of `perf.counts.static_counts`.
+"""Count instructions of prompts through recurrent layers on an H200.
 
-A chain of kernels is as long as all of its kernels, and each walks over a prompt in its own way. So
-instructions are those of all programs of a launch, for 1024 tokens times channels of the layer.
+These are the rows R of `perf.counts.static_counts`. Prompts run through chains of kernels, and each
+kernel walks over a prompt in its own way. So the counts cover all programs of a launch, for each
+1024 pairs of a token and a channel of the layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from perf.shapes.state_shapes import (
 )
 
 PROMPT_TOKENS = 2048
-"""Of the one request of a row."""
+"""Number of tokens of a row's only request."""
 
 Constants = dict[str, int]
 Turns = Callable[[Constants, int], tuple[float, ...]]
@@ -42,21 +43,25 @@ LEGEND = (
 
 
 def _chunk_scan_turns(constants: Constants, num_loops: int) -> tuple[float, ...]:
-    # The keys of a chunk up to each block of its tokens, half of them on average.
+    # The loop covers the keys of a chunk up to each block of its tokens: half of them on average.
     rows, keys = constants["BLOCK_SIZE_M"], constants["BLOCK_SIZE_K"]
     turns = (constants["dstate"] / keys, (constants["chunk_size"] + rows) / 2 / keys)
-    # The first is there for wide states, unless the compiler has written it out.
+    # The first loop exists for wide states, unless the compiler has unrolled it.
     return turns[-num_loops:]
 
 
 def _passing_turns(constants: Constants, num_loops: int) -> tuple[float, ...]:
-    # Where the compiler has unrolled it, a loop of four turns each and one for the rest.
+    # If the compiler has unrolled the loop, there is a loop of four chunks per turn, and one for
+    # the rest.
     num_chunks = PROMPT_TOKENS // constants["chunk_size"]
     return (num_chunks,) if num_loops == 1 else divmod(num_chunks, 4)
 
 
 def _prompt(unit: str) -> Turns:
-    """A loop over the prompt, so many tokens a turn, behind one that ends at once."""
+    """Turns of a loop over the prompt, after another loop that ends at once.
+
+    The constant `unit` is the number of tokens per turn.
+    """
     return lambda c, _loops: (0, PROMPT_TOKENS / c[unit])
 
 
@@ -65,14 +70,14 @@ def _rows(dividend: str, divisor: str) -> Turns:
 
 
 TURNS: dict[str, Turns] = {
-    # First of ours comes the search for a request, or the loop over padding.
+    # Our kernels begin with the search for a request, or with the loop over padding.
     "causal_conv_kernel": lambda _c, _loops: (0,),
     "state_scan_heads_kernel": _prompt("BLOCK_T"),
-    # Two tiles of tokens a turn, behind a loop over those that are left.
+    # Two tiles of tokens per turn, after a loop over the rest.
     "state_scan_channels_kernel": lambda c, _loops: (0, 0, PROMPT_TOKENS / (2 * c["BLOCK_T"])),
-    # The search for a chunk's request, of which there is one.
+    # The search for a chunk's request ends at once, because there is only one.
     "delta_chunks_heads_kernel": lambda _c, loops: (0,) * loops,
-    # Two products with all keys for each width of blocks, where the compiler has left the loop.
+    # Two products with all keys for each width of blocks, if the compiler has kept the loop.
     "delta_chunks_channels_kernel": lambda _c, loops: (0, *(2,) * (loops - 1)),
     "delta_scan_kernel": _prompt("BLOCK_T"),
     "_causal_conv1d_fwd_kernel": lambda c, _loops: (c["BLOCK_M"],),
@@ -81,12 +86,12 @@ TURNS: dict[str, Turns] = {
     "_bmm_chunk_fwd_kernel": _rows("K", "BLOCK_SIZE_K"),
     "_chunk_scan_fwd_kernel": _chunk_scan_turns,
     "chunk_scaled_dot_kkt_fwd_kernel": _rows("K", "BK"),
-    # All rows but two of each block of 16 on the diagonal.
+    # All rows except two of each block of 16 on the diagonal.
     "merge_16x16_to_64x64_inverse_kernel": lambda _c, loops: (14,) * loops,
     "recompute_w_u_fwd_kernel": lambda c, _loops: (c["V"] / c["BV"], c["K"] / c["BK"]),
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": lambda c, _loops: (PROMPT_TOKENS / c["BT"],),
     "chunk_fwd_kernel_o": _rows("K", "BK"),
-    # Tokens of a block up to the program's own, half of them on average.
+    # Tokens of a block up to the program's own: half of them on average.
     "chunk_kda_fwd_kernel_intra_token_parallel": lambda c, _loops: ((c["BC"] + 1) / 2,),
     "chunk_kda_fwd_kernel_inter_solve_fused": lambda c, loops: (
         c["K"] / c["BK"],
@@ -94,20 +99,26 @@ TURNS: dict[str, Turns] = {
     ),
     "chunk_gla_fwd_kernel_o": _rows("K", "BK"),
 }
-"""Kernel -> how often each of its loops runs, given its constants and how many loops it has."""
+"""Kernel -> function that returns how often each of its loops runs.
+
+Its arguments are the kernel's constants and the number of its loops.
+"""
 
 PRODUCT_LOOPS = {
     "state_scan_hopper_kernel": CHUNK_TOKENS,
     "delta_scan_hopper_kernel": CHUNK_TOKENS,
 }
-"""Kernel -> tokens of a turn of its loop with products, whose inner ones no whole prompt runs."""
+"""Kernel -> number of tokens per turn of its loop with matrix products.
+
+A prompt that is not cut into segments does not run the loops inside it.
+"""
 
 
 def executed(kernel: Counted) -> float:
-    """Instructions that a warp executes, with what it skips outside of loops.
+    """Return the instructions that a warp executes, including those outside loops that it skips.
 
     Raises:
-        ValueError: If the kernel is not known, or has other loops than it had.
+        ValueError: The kernel is unknown, or has another number of loops than before.
     """
     loops = kernel.code.loops
     if tokens := PRODUCT_LOOPS.get(kernel.name):
@@ -117,7 +128,7 @@ def executed(kernel: Counted) -> float:
             - sum(map(len, loops))
             + turn * (PROMPT_TOKENS / tokens - 1)
         )
-    # Of a loop without a branch back the compiler has written out every turn.
+    # If a loop has no branch back, the compiler has unrolled it completely.
     turns = TURNS.get(kernel.name, lambda _c, _l: ())(kernel.constants, len(loops)) if loops else ()
     if len(turns) != len(loops):
         msg = f"turns of {kernel.name} must be for {len(loops)} loops, got {turns}"
@@ -128,7 +139,7 @@ def executed(kernel: Counted) -> float:
 
 
 def issued(kernel: Counted) -> float:
-    """Instructions that all warps of a launch execute."""
+    """Return the instructions that all warps of a launch execute."""
     return executed(kernel) * kernel.num_warps * kernel.num_programs
 
 
@@ -138,9 +149,9 @@ class Prompt:
 
     Attributes:
         name: Operation and model.
-        num_channels: Channels of the layer.
-        owner: Whose kernels.
-        prepare: What prepares their launch.
+        num_channels: Number of channels of the layer.
+        owner: Implementation: `jenga` or `vllm`.
+        prepare: Function that prepares the launch.
     """
 
     name: str
@@ -150,7 +161,7 @@ class Prompt:
 
 
 def launches() -> Iterator[Prompt]:
-    """Every row's prompt."""
+    """Yield the prompts of all rows."""
     cpu = torch.device("cpu")
     lengths = [PROMPT_TOKENS]
     for model in (NEMOTRON, QWEN3_NEXT):
@@ -159,8 +170,8 @@ def launches() -> Iterator[Prompt]:
         yield from _each(f"R causal_conv {model.name}", model.conv_dim, conv, peers)
     for model in (NEMOTRON, GRANITE, FALCON, JAMBA):
         state = lambda m=model: make_state_batch(m, lengths, torch.float32, cpu)  # noqa: E731
-        # Whole: what segments leave, and what they begin with, is no prompt's own work. And by the
-        # kernel all of whose warps do the same.
+        # The prompt is not cut: the states between segments are extra work of the segments. The
+        # kernel is the one whose warps all do the same.
         ours = bench_state_scan.jenga
         if not model.is_per_channel:
             ours = partial(bench_state_scan.jenga_whole, is_warp_specialized=False)
@@ -189,7 +200,7 @@ def _each(
 
 
 def rows(prompt: Prompt) -> list[str]:
-    """Rows of the table: one a kernel, and one for all of a chain."""
+    """Return rows of the table: one for each kernel, and one for the sum of a chain."""
     kernels = compiled_by(prompt.prepare, issued)
     unit = PROMPT_TOKENS * prompt.num_channels / 1024
     found = [

@@ -1,9 +1,9 @@
-"""Count what kernels consist of on an H200, beside vLLM's Triton kernels. Nothing runs: no GPU.
+"""Count instructions of our kernels and of vLLM's Triton kernels for an H200. No GPU is needed.
 
 python -m perf.counts.static_counts [--only D] [--peers none] [--save FOLDER]
 
-Kernels are compiled for compute capability 9.0 by the Triton that is installed, and their machine
-code is counted. This tells what a kernel asks of a processor, not how fast it is.
+Kernels are compiled for compute capability 9.0 by the installed Triton, and their machine code is
+counted. Nothing runs. The counts show how a kernel uses a processor, not how fast it is.
 """
 
 import argparse
@@ -48,13 +48,16 @@ from perf.shapes.state_shapes import (
 CPU = torch.device("cpu")
 
 MAX_TOKENS = 64
-"""Shapes are cut to so many tokens a request: code does not depend on it, memory here does."""
+"""Largest number of tokens per request, to which shapes are cut.
+
+The code does not depend on it, but the memory needed here does.
+"""
 
 MAX_LINEAR_TOKENS = 256
-"""Of a prompt through linear attention: all its chunks are alike."""
+"""Largest number of tokens of a prompt through linear attention: all its chunks are alike."""
 
 REPLAY_REQUESTS = 16
-"""Of which one writes its state, as in steps that go on."""
+"""Number of requests in replays. One of them writes its state, as in a long sequence of steps."""
 
 HELPERS = {
     "attention_plan_kernel",
@@ -62,7 +65,7 @@ HELPERS = {
     "reduce_segments",
     "_fwd_kernel_stage2",
 }
-"""Kernels beside the one that reads keys."""
+"""Kernels that run in addition to the one that reads keys."""
 
 HEADER = f"""\
 {"shape":38} {"kernel of":12} {"registers":>9} {"programs":>8} {"KiB read":>8} {"of":>5} \
@@ -70,7 +73,10 @@ HEADER = f"""\
 
 
 def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Callable[[], object]:
-    """Our attention, with a plan for this batch alone; rotations are PyTorch's, and not in it."""
+    """Prepare our attention, with a plan for this batch alone.
+
+    Rotations are left out, because PyTorch does them.
+    """
     from jenga_kernels.attention_plan import plan_attention
     from jenga_kernels.paged_attention import paged_attention
 
@@ -108,7 +114,14 @@ def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Ca
 def cut(
     requests: Sequence[tuple[int, int]], max_tokens: int, max_queries: int, max_requests: int | None
 ) -> tuple[tuple[int, int], ...]:
-    """Requests with fewer tokens, that have something stored before their queries if they had."""
+    """Shorten requests. Those with stored tokens before their queries keep some if possible.
+
+    Args:
+        requests: (query tokens, stored tokens) of each request.
+        max_tokens: Largest number of stored tokens of a request.
+        max_queries: Largest number of query tokens of a request.
+        max_requests: Largest number of requests. None means all.
+    """
     cut = []
     for num_queries, num_stored in requests[:max_requests]:
         queries = min(num_queries, max_queries)
@@ -120,7 +133,7 @@ def cut(
 def _convolutions(
     lengths: list[int],
 ) -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
-    """Launches of convolutions, as `launches` gives them."""
+    """Yield launches of convolutions, in the form of `launches`."""
     makes = {NEMOTRON.name: partial(make_conv_batch, NEMOTRON.conv_dim, lengths, CPU)}
     for model, channels in LFM2_CHANNELS.items():
         makes[model] = partial(make_gated_conv_batch, channels, lengths, CPU)
@@ -135,12 +148,12 @@ def launches(
     max_queries: int = MAX_TOKENS,
     max_requests: int | None = None,
 ) -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
-    """Shape, whose kernel, and what prepares its launch.
+    """Yield the shape's name, the implementation, and the function that prepares the launch.
 
     Args:
-        max_tokens: Stored of a request at most.
-        max_queries: Of a request at most.
-        max_requests: At most; None for as many as a shape has.
+        max_tokens: Largest number of stored tokens of a request.
+        max_queries: Largest number of query tokens of a request.
+        max_requests: Largest number of requests. None means all of a shape's requests.
     """
     ones = [1] * min(MAX_TOKENS, max_requests or MAX_TOKENS)
     for shape in SHAPES:
@@ -225,7 +238,7 @@ def _latent(
 
 
 def line(shape: str, owner: str, kernel: Counted) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     return (
         f"{shape[:38]:38} {owner:12} {kernel.code.registers:9} {kernel.programs_per_processor:8} "
         f"{kernel.read_kib:8.1f} {len(kernel.body):5} {kernel.per_kib:7.0f}  {kinds(kernel.body)}"
@@ -233,7 +246,7 @@ def line(shape: str, owner: str, kernel: Counted) -> str:
 
 
 def steps(shape: str, owner: str, prepare: Callable[[], Callable[[], object]]) -> list[str]:
-    """Rows of the first table."""
+    """Return the rows of the first table for a launch."""
     kernels = [kernel for kernel in compiled_by(prepare) if kernel.name not in HELPERS]
     return [line(shape, owner, kernel) for kernel in kernels]
 
@@ -275,7 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("\n".join(found), flush=True)
 
     for shape, owner, prepare in launches():
-        if owner == "specialized":  # no loop of its code holds both its loads and its products
+        if owner == "specialized":  # no loop of its code has both its loads and its products
             continue
         add(shape, owner, lambda s=shape, o=owner, p=prepare: steps(s, o, p))
     if options.only[:1] in ("", "R"):
@@ -292,6 +305,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    # vLLM takes it for a GPU machine that hides its GPUs.
+    # With an empty value, vLLM assumes a GPU machine that hides its GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     main()

@@ -1,5 +1,6 @@
-"""vLLM's own memory manager beside ours: engines that serve the same requests, one after another.
+"""Measure real engines: vLLM's own memory manager against ours, on the same requests.
 
-`python -m perf.engine` runs an ordered plan for as long as a machine can be had, and goes on where
-an earlier call ended. `README.md` in this folder has the commands for a machine that is offline.
+Engines run one after another. `python -m perf.engine` works through an ordered plan while a machine
+is available, and continues where an earlier call ended. `README.md` in this folder has the commands
+for a machine that is offline.
 """

@@ -1,14 +1,18 @@
-"""Serve the same requests with stock vLLM and with ours, one engine after another.
+"""Serve the same requests with stock vLLM and with Jenga, one engine after another.
 
-    python -m perf.engine --seconds 540       # the next of the plan; the same call goes on
+Each call runs the next entries of the plan, so the same command continues where it stopped.
+
+    python -m perf.engine --seconds 540       # the next entries of the plan
     python -m perf.engine --list              # the plan
+
     python -m perf.engine --only gemma-3-4b --sides stock ours
+
     python -m perf.engine --model FOLDER --trace mooncake.jsonl --cache 20GiB
     python -m perf.engine --tiny              # all of it on a CPU, with tiny models
 
-Rows, outputs, logs and caches are kept in --folder. What has rows at this commit is not run again;
-PERF_COMMIT names the commit where the files are no checkout of it. `python -m perf.engine.table`
-makes a page of the rows.
+Rows, outputs, logs and caches are stored in --folder. Runs that already have rows for this commit
+are not repeated. If the files are not a git checkout, PERF_COMMIT must name the commit.
+`python -m perf.engine.table` makes a page from the rows.
 """
 
 import argparse
@@ -30,20 +34,20 @@ from perf.gpu import gpu_bundle
 from perf.harness.machine import ROOT
 
 PACK_S = 25.0
-"""Kept for packing what is to leave the machine."""
+"""Seconds reserved at the end of a call for packing the files that `--out` asks for."""
 
 EXPERTS = "vllm/_moe_C*.so"
-"""vLLM's operations for experts, in a site."""
+"""Pattern of vLLM's compiled operations for experts (MoE) in a site folder."""
 
 MODEL_CAP_S = 3600.0
-"""For a start or a run of a model of one's own."""
+"""Longest time, in seconds, for a start or a run of a model given with `--model`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the next of a plan from the command line.
+    """Run the next entries of a plan from the command line.
 
     Returns:
-        0 where all has been measured, 1 where an engine failed, 2 where something is still to run.
+        0 if everything has been measured, 1 if an engine failed, 2 if entries are left to run.
     """
     began_s = time.monotonic()
     parser = _parser()
@@ -125,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _entries(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Entry]:
-    """Get the entries that the command line asks for."""
+    """Return the plan's entries that the command line selects."""
     entries: Sequence[Entry] = plan.PLAN
     if options.model is not None:
         case = _own_case(options, parser)
@@ -140,7 +144,7 @@ def _entries(options: argparse.Namespace, parser: argparse.ArgumentParser) -> li
 
 
 def _own_case(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Case:
-    """Get the case that the command line describes."""
+    """Return the case that `--model` and its options describe."""
     missing = [name for name in ("trace", "cache") if getattr(options, name) is None]
     if missing:
         parser.error(f"--model needs --{' and --'.join(missing)} too")

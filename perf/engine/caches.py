@@ -1,7 +1,7 @@
-"""Compiled kernels and tuned choices of one machine, packed for another of the same kind.
+"""Pack compiled kernels and tuned choices of one machine for another machine of the same kind.
 
-All caches lie in one folder: Triton's, vLLM's and torch's, and the verdicts of our trials. Packed
-they go without the texts that kernels were made from, which nothing reads again.
+All caches lie in one folder: those of Triton, vLLM and torch, and the results of our kernels'
+trials. Archives leave out the intermediate sources of kernels, which nothing reads again.
 """
 
 import io
@@ -13,23 +13,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 TEXTS = frozenset({".ttir", ".ttgir", ".llir", ".ptx", ".source", ".lock"})
-"""Endings of files that are left out."""
+"""Endings of the files that archives leave out."""
 
 TRITON, VLLM, TORCH, JENGA = "triton", "vllm", "inductor", "jenga"
-"""Folders of the caches."""
+"""Names of the folders of the caches."""
 
 GROUP = "__grp__"
-"""Beginning of the names of Triton's files that list the files of a kernel, by their full paths."""
+"""Prefix of the names of Triton's group files. Each lists the files of one kernel by their full
+paths.
+"""
 
 HOME = "<caches>"
-"""Stands for the folder of the caches in such a file."""
+"""Placeholder for the path of the caches' folder in a packed group file."""
 
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26}]
 PART = ".{:03d}"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Get the variables that have a process keep its caches in a folder."""
+    """Return the environment variables that make a process keep its caches in a folder."""
     folder = folder.resolve()
     return {
         "TRITON_CACHE_DIR": str(folder / TRITON),
@@ -45,10 +47,11 @@ def pack(
     """Pack a folder.
 
     Args:
-        folder: Of the caches, or of other files.
-        archive: File to write, `.tar.xz`; where it is longer than a part, files `.000`, `.001`.
-        part_bytes: Longest file.
-        only: Names in the folder; all where None.
+        folder: Folder of the caches, or of other files.
+        archive: File to write, `.tar.xz`. If it is longer than `part_bytes`, files with the further
+            endings `.000`, `.001`, ... are written instead.
+        part_bytes: Size of the longest file, in bytes.
+        only: Names in the folder that are packed. None means all.
 
     Returns:
         The files written.
@@ -66,10 +69,10 @@ def pack(
 
 
 def write_parts(content: bytes, archive: Path, *, part_bytes: int) -> list[Path]:
-    """Write an archive, in parts where it is longer than one may be.
+    """Write an archive, in parts if it is longer than `part_bytes`.
 
     Returns:
-        The files written; those of an earlier archive of this name are gone.
+        The files written. Files of an earlier archive of this name are deleted.
     """
     archive.parent.mkdir(parents=True, exist_ok=True)
     for path in archive.parent.glob(f"{archive.name}*"):
@@ -85,10 +88,10 @@ def write_parts(content: bytes, archive: Path, *, part_bytes: int) -> list[Path]
 
 
 def read_parts(archive: Path) -> bytes:
-    """Get an archive that may have been written in parts.
+    """Read an archive that may have been written in parts.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: Neither the archive nor parts of it exist.
     """
     if archive.exists():
         return archive.read_bytes()
@@ -100,18 +103,18 @@ def read_parts(archive: Path) -> bytes:
 
 
 def is_there(archive: Path) -> bool:
-    """Whether an archive is there, whole or in parts."""
+    """Whether an archive exists, whole or in parts."""
     return archive.exists() or archive.with_name(archive.name + PART.format(0)).exists()
 
 
 def unpack(archive: Path, folder: Path) -> int:
-    """Unpack an archive; files that are there already stay.
+    """Unpack an archive. Files that exist already stay as they are.
 
     Returns:
-        How many files came.
+        Number of files written.
 
     Raises:
-        FileNotFoundError: The archive is not there.
+        FileNotFoundError: The archive does not exist.
     """
     num_files = 0
     with tarfile.open(fileobj=io.BytesIO(read_parts(archive)), mode="r:xz") as tar:
@@ -131,7 +134,7 @@ def unpack(archive: Path, folder: Path) -> int:
 
 
 def _kept(folder: Path, only: Sequence[str] | None) -> Iterator[Path]:
-    """Get the files to pack, in order."""
+    """Yield the files to pack, in sorted order."""
     for root, folders, names in os.walk(folder):
         is_inside = Path(root) != folder
         if only is not None and not is_inside:
@@ -144,7 +147,7 @@ def _kept(folder: Path, only: Sequence[str] | None) -> Iterator[Path]:
 
 
 def _without_texts(content: bytes, folder: Path) -> bytes:
-    """Get a list of a kernel's files without its texts, with names that hold in any folder."""
+    """Remove the kernel's sources from a group file, and replace the folder's path by `HOME`."""
     group = json.loads(content)
     home = str(folder.resolve())
     group["child_paths"] = {

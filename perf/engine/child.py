@@ -1,9 +1,9 @@
-"""One vLLM engine in a process of its own, which serves what `perf.engine` asks for.
+"""Run one vLLM engine in a process of its own, and serve the workloads that `perf.engine` orders.
 
     python -m perf.engine.child JOB.json --replies FD
 
-A job is a file. Orders come as JSON lines on standard input, replies go as JSON lines to the file
-descriptor; what vLLM prints goes wherever its output goes.
+The job file describes the engine. Orders arrive as JSON lines on standard input, and replies leave
+as JSON lines on the file descriptor. vLLM's own output goes to standard output and standard error.
 """
 
 import argparse
@@ -23,10 +23,13 @@ from perf.engine.models import Scale
 from perf.engine.workloads import Prompts, Turn, Workload
 
 NUM_WARM_UP_TURNS = 8
-"""Of a workload's requests, served before the first run of it."""
+"""Number of a workload's first requests that are served as a warm-up before its first run."""
 
 WARMER_LENGTHS = 33, 700, 5000
-"""Prompts that compile kernels; a fourth one shares `WARMER_HIT` tokens with the longest."""
+"""Lengths, in tokens, of three prompts that make kernels compile.
+
+A fourth prompt shares its first `WARMER_HIT` tokens with the longest of them.
+"""
 
 WARMER_HIT = 3000
 WARMER_OUTPUT_TOKENS = 8
@@ -35,11 +38,12 @@ PACKAGES = ("vllm", "torch", "triton", "transformers")
 
 
 class Child:
-    """An engine and what it has served.
+    """An engine, and the outputs of its last run of each workload.
 
     Args:
-        job: What `perf.engine` wrote: engine options and how weights are made.
-        replies: File descriptor of the replies.
+        job: Contents of the job file (`perf.engine.jobs.job_of`): engine options, and how weights
+            are made.
+        replies: File descriptor that replies are written to.
     """
 
     def __init__(self, job: dict[str, Any], replies: int) -> None:
@@ -50,7 +54,7 @@ class Child:
         self._stats = serving.StepStats()
 
     def start(self) -> None:
-        """Make the engine, and say how long that took."""
+        """Create the engine, and reply with the seconds this took, versions and memory."""
         began_s = time.monotonic()
         job = self._job
         self._watch = compilations.Watch()
@@ -78,10 +82,10 @@ class Child:
         )
 
     def obey(self, order: dict[str, Any]) -> None:
-        """Do what an order says.
+        """Execute an order.
 
         Raises:
-            ValueError: There is no such order.
+            ValueError: The order is unknown.
         """
         match order["do"]:
             case "serve":
@@ -95,7 +99,7 @@ class Child:
                 raise ValueError(msg)
 
     def close(self) -> None:
-        """Let the engine go."""
+        """Shut the engine down."""
         self._engine.engine_core.shutdown()
 
     def _serve(self, order: dict[str, Any]) -> None:
@@ -133,7 +137,7 @@ class Child:
         self._reply(gaps=serving.judge(self._engine, partings))
 
     def _compile(self) -> None:
-        """Serve a few prompts of the lengths that kernels are chosen by."""
+        """Serve a few prompts, of lengths for which different kernels are chosen."""
         from jenga.sim.workload.requests import Piece, Request
 
         longest = self._engine.model_config.max_model_len - WARMER_OUTPUT_TOKENS
@@ -156,13 +160,13 @@ class Child:
             for index, request in enumerate(requests)
         ]
         serving.serve(self._engine, turns, self._prompts, label="compile")
-        # And all at once, which decodes several requests in a step.
+        # All prompts at once, so that a step decodes several requests.
         together = [Turn(request=request, after=None, delay_s=0.0) for request in requests]
         serving.serve(self._engine, together, self._prompts, label="together")
         self._reply(compilations=asdict(self._watch.counts()))
 
     def _backend(self) -> str:
-        """Name the backend that layers of attention have."""
+        """Return the names of the attention backends of the layers."""
         context = self._engine.vllm_config.compilation_config.static_forward_context
         names = {
             layer.get_attn_backend().get_name()
@@ -177,7 +181,7 @@ class Child:
 
 
 def _first(turns: Sequence[Turn]) -> list[Turn]:
-    """Get the turns that warm an engine up, each without what it thinks."""
+    """Return the turns that warm an engine up, without the users' thinking time."""
     return [
         Turn(request=turn.request, after=turn.after, delay_s=0.0)
         for turn in turns[:NUM_WARM_UP_TURNS]
@@ -185,7 +189,7 @@ def _first(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _memory() -> dict[str, int]:
-    """Get bytes of the GPU in use, and the most that torch has had; of the process on a CPU."""
+    """Return the GPU's bytes in use and torch's peak; on a CPU the peak bytes of the process."""
     import torch
 
     if not torch.cuda.is_available():
@@ -201,7 +205,7 @@ def _memory() -> dict[str, int]:
 
 
 def _versions() -> dict[str, str]:
-    """Get the versions of what runs."""
+    """Return the versions of Python and of `PACKAGES`."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -213,7 +217,7 @@ def _versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until there are no more orders.
+    """Start the engine, and execute orders until standard input ends.
 
     Returns:
         0.

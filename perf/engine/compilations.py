@@ -1,4 +1,4 @@
-"""What an engine compiles, counted, so that a run that had to wait for a compiler is told apart."""
+"""Count an engine's compilations, so that runs that waited for a compiler can be recognized."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Compilations so far.
+    """Numbers of compilations so far.
 
     Attributes:
-        num_compiled: Triton kernels that were compiled.
-        compile_s: Seconds that took.
-        num_loaded: Triton kernels that came from the cache on disk: some milliseconds each.
-        num_tuned: Choices of tiles that were timed to find the fastest.
-        num_graphs: Graphs that torch compiled.
-        num_captured: CUDA graphs that were captured.
+        num_compiled: Number of Triton kernels that were compiled.
+        compile_s: Seconds that their compilation took.
+        num_loaded: Number of Triton kernels that were loaded from the cache on disk, some
+            milliseconds each.
+        num_tuned: Number of tile configurations that the autotuner timed.
+        num_graphs: Number of graphs that torch compiled.
+        num_captured: Number of CUDA graphs that were captured.
     """
 
     num_compiled: int = 0
@@ -26,17 +27,17 @@ class Counts:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether something was compiled, tuned or captured."""
+        """Whether anything was compiled, tuned or captured."""
         return any((self.num_compiled, self.num_tuned, self.num_graphs, self.num_captured))
 
     def since(self, before: "Counts") -> "Counts":
-        """Get what came after an earlier count."""
+        """Return the differences from an earlier count."""
         earlier = asdict(before)
         return Counts(**{name: value - earlier[name] for name, value in asdict(self).items()})
 
 
 class Watch:
-    """Counts what Triton, torch and vLLM compile in this process from now on."""
+    """Counter of compilations by Triton, torch and vLLM in this process, from its creation on."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -62,7 +63,7 @@ class Watch:
         Autotuner._bench = counted_bench
 
     def counts(self) -> Counts:
-        """Get the counts so far."""
+        """Return the counts so far."""
         from vllm.compilation.counter import compilation_counter
 
         counts = Counts(**asdict(self._counts))

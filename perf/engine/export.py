@@ -1,4 +1,4 @@
-"""What leaves a machine and comes to the next one: rows, outputs, logs, caches."""
+"""Carry files from one machine to the next: rows, outputs, logs and caches."""
 
 import shutil
 from pathlib import Path
@@ -7,21 +7,21 @@ from perf.engine import caches
 from perf.engine.jobs import Paths
 
 PART_BYTES = 15 << 20
-"""Longest file, since places that give files back have limits."""
+"""Size of the longest file, in bytes: channels that return files have limits."""
 
 STATE, LOGS, CACHES = "state.tar.xz", "logs.tar.xz", "caches.tar.xz"
-"""Archives: rows and outputs, which let a later call go on; logs; caches."""
+"""Names of the archives. The first holds rows and outputs, with which a later call can continue."""
 
 
 def copy_rows(paths: Paths, out: Path) -> None:
-    """Copy the rows, so that they are there if the machine goes away."""
+    """Copy the rows to `out`, so that they survive if the machine is taken away."""
     out.mkdir(parents=True, exist_ok=True)
     if paths.rows.exists():
         shutil.copyfile(paths.rows, out / paths.rows.name)
 
 
 def leave(paths: Paths, out: Path) -> list[Path]:
-    """Write all that is to leave the machine.
+    """Write everything that should leave the machine.
 
     Returns:
         The files written.
@@ -35,14 +35,14 @@ def leave(paths: Paths, out: Path) -> list[Path]:
 
 
 def arrive(paths: Paths, source: Path) -> dict[str, int]:
-    """Unpack what left another machine; files that are here already stay.
+    """Unpack the files of another machine. Files that exist here already stay as they are.
 
     Args:
-        paths: Where to.
-        source: Folder of the archives; those that are not there are left out.
+        paths: Folders to unpack to.
+        source: Folder of the archives. Missing archives are skipped.
 
     Returns:
-        Archive -> how many files came.
+        Archive -> number of files unpacked.
     """
     arrived: dict[str, int] = {}
     for archive, folder in ((STATE, paths.folder), (CACHES, paths.caches)):

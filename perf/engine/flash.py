@@ -1,9 +1,15 @@
-"""FlashAttention-3 over our arena: the memory manager's part of a difference, and the kernels'.
+"""FlashAttention-3 over our arena, to separate the memory manager's effect from the kernels'.
 
-Its paged kernel reads keys and values by any strides whose last dimension is contiguous, and pages
-of any multiple of 16 tokens by the threads' own copies; so a layer of the arena needs no change.
-Layers that it does not serve keep our kernel: heads wider than 256, caches of other element types
-than the queries, chunks, spans of images, ALiBi, cross attention. No GPU has run this yet.
+Its paged kernel reads keys and values with any strides, provided that the last dimension is
+contiguous. If threads copy them (without TMA), pages may have any multiple of 16 tokens. So a layer
+of the arena needs no change. These layers keep our kernel, because FlashAttention-3 does not serve
+them:
+
+- heads wider than 256;
+- caches of another element type than the queries;
+- chunked attention, spans of images, ALiBi and cross attention.
+
+No GPU has run this yet.
 """
 
 from collections.abc import Callable
@@ -31,9 +37,10 @@ def arguments(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Get a call of `paged_attention` as `flash_attn_varlen_func` takes it.
+    """Translate a call of `paged_attention` to arguments of `flash_attn_varlen_func`.
 
-    The longest prompt of a step is not known on the host here: the bound given holds for any.
+    The host does not know the longest prompt of a step here. The given `max_seqlen_q` is a bound
+    that holds for any division of the tokens into requests.
     """
     num_tokens, num_requests = len(q), len(seq_lens)
     return {
@@ -59,7 +66,7 @@ _SHARED = frozenset({"scale", "window_tokens", "soft_cap", "sinks", "out"})
 
 
 def is_served(q: torch.Tensor, k_pages: torch.Tensor, options: dict[str, Any]) -> bool:
-    """Whether FlashAttention-3 does what a call of `paged_attention` asks for."""
+    """Whether FlashAttention-3 supports everything that a call of `paged_attention` asks for."""
     others = {name: each for name, each in options.items() if name not in _SHARED}
     others.pop("plan", None)
     is_plain = others.pop("is_causal", True) and all(each is None for each in others.values())
@@ -74,11 +81,11 @@ def is_served(q: torch.Tensor, k_pages: torch.Tensor, options: dict[str, Any]) -
 def attention_by(
     flash_attention: FlashAttention, paged_attention: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """Get a `paged_attention` that another kernel does where it can.
+    """Make a `paged_attention` that calls FlashAttention-3 for the layers that it supports.
 
     Args:
-        flash_attention: Called as vLLM's `flash_attn_varlen_func` is.
-        paged_attention: Ours, for all else.
+        flash_attention: Function with the arguments of vLLM's `flash_attn_varlen_func`.
+        paged_attention: Our function, used for all other layers.
     """
 
     def attend(q: torch.Tensor, **options: Any) -> torch.Tensor:  # noqa: ANN401
@@ -96,7 +103,7 @@ def attention_by(
 
 
 def install() -> None:
-    """Have layers on JENGA_TRITON attend by FlashAttention-3 from now on.
+    """Let layers on JENGA_TRITON use FlashAttention-3 from now on.
 
     Raises:
         ImportError: vLLM's build has no FlashAttention.

@@ -1,4 +1,4 @@
-"""What an engine's process is given: files, arguments, variables."""
+"""Inputs of an engine's process: files, engine arguments and environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from perf.gpu import gpu_bundle
 from perf.harness.machine import ROOT
 
 KEPT_VARIABLES = ("VLLM_USE_V2_MODEL_RUNNER",)
-"""Of vLLM's and our variables, those that engines keep."""
+"""Variables of vLLM and Jenga that engines inherit. All others of theirs are removed."""
 
 Key = tuple[str, str, int]
 """Case, side and turn."""
@@ -22,11 +22,11 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """Where a plan's files are.
+    """Places of a plan's files.
 
     Attributes:
-        folder: All of them: rows, outputs, logs, caches, models.
-        site: An unpacked bundle of vLLM; None where vLLM is installed.
+        folder: Folder of rows, outputs, logs, caches and models.
+        site: Folder of an unpacked bundle of vLLM. None if vLLM is installed.
     """
 
     folder: Path
@@ -44,50 +44,50 @@ class Paths:
 
     @property
     def logs(self) -> Path:
-        """Folder of what engines print."""
+        """Folder of the engines' logs."""
         return self.folder / "logs"
 
     @property
     def outputs(self) -> Path:
-        """Folder of what engines generate."""
+        """Folder of the generated tokens."""
         return self.folder / "outputs"
 
     def log(self, key: Key) -> Path:
-        """Get the file of what an engine prints."""
+        """Return the log file of an engine."""
         return self.logs / f"{name_of(key)}.txt"
 
     def job(self, key: Key) -> Path:
-        """Get the file of what an engine is told."""
+        """Return the job file of an engine."""
         return self.folder / "jobs" / f"{name_of(key)}.json"
 
     def output(self, key: Key, workload: str, run: int) -> Path:
-        """Get the file of what a run generates."""
+        """Return the file of the tokens that a run generates."""
         return self.outputs / f"{name_of(key)}-{workload}-{run}.json"
 
     def model(self, model: Model, scale: Scale) -> Path:
-        """Get the folder of a model's configuration."""
+        """Return the folder of a model's configuration."""
         return self.folder / "models" / scale.value / model.name
 
 
 def name_of(key: Key) -> str:
-    """Name files after a case, a side and a turn."""
+    """Return the base name of files of a case, side and turn."""
     case, side, turn = key
     return f"{case}-{side}-{turn}"
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """Get the case, side and turn of a row."""
+    """Return the case, side and turn of a row."""
     return row["case"], row["side"], row["turn"]
 
 
 def job_of(case: Case, side: Side, scale: Scale, paths: Paths) -> dict[str, Any]:
-    """Get what `perf.engine.child` reads.
+    """Make the job that `perf.engine.child` reads.
 
     Args:
-        case: What is served.
-        side: How.
-        scale: Of the models.
-        paths: Where models' configurations are written.
+        case: Model and workloads.
+        side: Engine settings.
+        scale: Scale of the models.
+        paths: Places of files. Models' configurations are written there.
     """
     options = case.engine_options(side, scale)
     models = [case.model] if case.model else []
@@ -114,12 +114,12 @@ def job_of(case: Case, side: Side, scale: Scale, paths: Paths) -> dict[str, Any]
 
 
 def environment_of(asked: Mapping[str, str], scale: Scale, paths: Paths) -> dict[str, str]:
-    """Get an engine's variables: of vLLM's and ours only those that are meant.
+    """Make an engine's environment variables. Inherited ones of vLLM and Jenga are mostly removed.
 
     Args:
-        asked: Those of a side.
-        scale: Of the models.
-        paths: Where caches are, and vLLM.
+        asked: Variables that the side sets.
+        scale: Scale of the models.
+        paths: Places of the caches and of vLLM.
     """
     variables = {
         name: value
@@ -127,13 +127,14 @@ def environment_of(asked: Mapping[str, str], scale: Scale, paths: Paths) -> dict
         if name in KEPT_VARIABLES or not name.startswith(("VLLM_", "JENGA_"))
     }
     path = [str(ROOT)]
-    if paths.site is not None and scale is not Scale.TINY:  # a bundle is of the CUDA build
+    if paths.site is not None and scale is not Scale.TINY:  # a bundle has the CUDA build
         path.append(str(paths.site))
     path += filter(None, [os.environ.get("PYTHONPATH")])
     variables |= gpu_bundle.SETTINGS | caches.environment(paths.caches)
-    # An engine in one process imports once, and leaves no other behind.
+    # With the engine in one process, packages are imported once, and no other process is left
+    # behind.
     variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(path)}
     if scale is Scale.TINY:
-        # The interpreter's products are too small for several threads.
+        # Products in the interpreter are too small to gain from several threads.
         variables |= {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
     return variables | dict(asked)

@@ -1,6 +1,6 @@
-"""Working through a plan while a machine can be had: one engine at a time, a row after every run.
+"""Work through a plan while a machine is available: one engine at a time, one row after each run.
 
-The parent of the engines never touches the GPU: an engine finds all of its memory free.
+The parent process of the engines never touches the GPU, so that each engine finds its memory free.
 """
 
 import json
@@ -23,20 +23,21 @@ from perf.harness import machine
 from perf.harness.machine import ROOT
 
 CLOSE_CAP_S = 10.0
-"""For an engine to end once it has no more orders."""
+"""Seconds that an engine has to end after its last order."""
 
 JUDGE_CAP_S = 30.0
 WARMER_CAP_S = 90.0
 TRIALS_CAP_S = 150.0
 
 MEMORY_CAP_S = 30.0
-"""For the GPU's memory to become free after an engine."""
+"""Longest wait, in seconds, for the GPU's memory to become free after an engine."""
 
 MEMORY_SLACK_BYTES = 512 << 20
-"""More in use than at the start that still counts as free."""
+"""GPU memory, in bytes, that may be in use beyond the amount at the start and still count as free.
+"""
 
 MAX_WARMERS = 4
-"""Engines that compile at a time."""
+"""Number of engines that compile at the same time."""
 
 COMMAND = (sys.executable, "-m", "perf.engine.child")
 TRIALS_COMMAND = (sys.executable, "-m", "jenga_kernels.trials")
@@ -46,13 +47,13 @@ class Lease:
     """One call's work on a plan.
 
     Args:
-        paths: Where files are kept.
-        scale: Of the models.
-        seconds: From now on, until all must have ended.
-        out: Folder that rows are copied to as they come; None for none.
-        command: What runs an engine.
-        say: Takes lines for people.
-        now: A clock, in seconds.
+        paths: Places of files.
+        scale: Scale of the models.
+        seconds: Time from now until all engines must have ended.
+        out: Folder that rows are copied to after each run. None means no copies.
+        command: Command that runs an engine. The job file is appended.
+        say: Function that prints a line for people.
+        now: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Lease:
 
     @property
     def left_s(self) -> float:
-        """Seconds until all must have ended."""
+        """Seconds left until all engines must have ended."""
         return max(0.0, self._end_s - self._now())
 
     def run(self, entries: Sequence[Entry]) -> bool:
-        """Run what has no rows yet, as far as the time goes.
+        """Run the entries that lack rows, as long as time is left.
 
         Returns:
             Whether every entry has been measured or given up.
@@ -96,9 +97,11 @@ class Lease:
         return all(self._is_over(entry) for entry in entries)
 
     def warm(self, entries: Iterable[Entry]) -> None:
-        """Compile the kernels of the next models and sides, several at once, with few layers.
+        """Compile the kernels of the next models and sides, in several small engines at once.
 
-        What is tuned beside others is not kept: only the engines that are timed choose.
+        Each engine has a few layers only. Autotuning results are not cached here, because engines
+        that run at the same time disturb the timings. Only engines that run alone choose
+        configurations.
         """
         cold: dict[tuple[str, str], Entry] = {}
         for entry in entries:
@@ -117,7 +120,7 @@ class Lease:
         self._rows.add({"kind": "compiled", "pairs": list(chosen), "seconds": took_s})
 
     def hold_trials(self) -> None:
-        """Try the kernels for this kind of GPU, once a commit, if there is time."""
+        """Run the trials of GPU-specific kernels, once per commit, if enough time is left."""
         if self._rows.rows("trials") or self.left_s < TRIALS_CAP_S:
             return
         try:
@@ -138,7 +141,7 @@ class Lease:
         self._say("\n".join(["trials:", *lines[-8:]]))
 
     def _measure(self, entry: Entry) -> None:
-        """Start an engine, have it serve what is missing, and compare what it generated."""
+        """Start an engine, serve the missing runs of an entry, and compare the generated tokens."""
         memory_before = self._await_memory()
         process = self._start(entry, self._scale)
         start: Row | None = None
@@ -176,7 +179,7 @@ class Lease:
     def _serve(
         self, process: EngineProcess, entry: Entry, workload: Workload, run: int, start: Row
     ) -> None:
-        """Have a workload served once, and write its row."""
+        """Serve a workload once, and write its row."""
         case, side, turn = entry.key
         output = self._paths.output(entry.key, workload.name, run)
         process.order(do="serve", workload=asdict(workload), run=run, outputs=str(output))
@@ -201,7 +204,7 @@ class Lease:
         self._say(line_of(row))
 
     def _compare(self, process: EngineProcess, entry: Entry, workload: str) -> None:
-        """Compare what the last run generated with what the case's first run did."""
+        """Compare the tokens of an entry's last run with those of the case's first run."""
         rows = [
             row
             for row in self._rows.rows()
@@ -234,7 +237,7 @@ class Lease:
         self._say(line)
 
     def _compile(self, entry: Entry) -> bool:
-        """Have an engine of few layers compile; whether it has."""
+        """Compile kernels in an engine with few layers, and return whether it succeeded."""
         scale = Scale.TINY if self._scale is Scale.TINY else Scale.SHORT
         warmer = entry.warmer()
         process = self._start(warmer, scale, TRITON_CACHE_AUTOTUNING="0")
@@ -251,7 +254,10 @@ class Lease:
         return True
 
     def _note_failure(self, entry: Entry, error: EngineError, *, stage: str) -> None:
-        """Write what failed, and why; what the end of this call has cut short has not failed."""
+        """Write a row about a failure.
+
+        An engine that the end of the call cut short did not fail.
+        """
         is_cut = isinstance(error, EngineTimeoutError) and not self.left_s
         lines = str(error).splitlines()
         row = {
@@ -268,7 +274,7 @@ class Lease:
         self.num_failed += not is_cut
 
     def _is_over(self, entry: Entry) -> bool:
-        """Whether an entry needs no more starts."""
+        """Whether an entry needs no more starts: it is complete, or given up after failures."""
         return not self._missing(entry) or self._rows.is_given_up(entry.key)
 
     def _missing(self, entry: Entry) -> list[tuple[Workload, int]]:
@@ -282,7 +288,7 @@ class Lease:
         ]
 
     def _has_time(self, entry: Entry) -> bool:
-        """Whether a start and a run fit what is left."""
+        """Whether a start and one run fit in the time left."""
         workload, _ = self._missing(entry)[0]
         needed_s = self._start_s(entry) + self._run_s(entry, workload)
         if needed_s > self.left_s or not self.left_s:
@@ -291,7 +297,7 @@ class Lease:
         return True
 
     def _start_s(self, entry: Entry) -> float:
-        """Guess how long a start takes."""
+        """Estimate the seconds of a start, from earlier rows if there are any."""
         if self._scale is Scale.TINY:
             return 0.0
         if self._pair(entry) not in self._warmed():
@@ -299,7 +305,7 @@ class Lease:
         return self._rows.measured(entry.case.name, entry.side.name, "start_s") or WARM_START_S
 
     def _run_s(self, entry: Entry, workload: Workload) -> float:
-        """Guess how long a run takes, with what warms it up."""
+        """Estimate the seconds of a run, including its warm-up."""
         if self._scale is Scale.TINY:
             return 0.0
         side = entry.side.name
@@ -307,14 +313,14 @@ class Lease:
         return 1.2 * (measured or workload.expected_s) + 3.0
 
     def _cap_s(self, cap_s: float) -> float:
-        """Get the time that something may take, within this call."""
+        """Return a time limit, cut to the time that this call has left."""
         return min(TINY_CAP_S if self._scale is Scale.TINY else cap_s, self.left_s)
 
     def _await_memory(self) -> int | None:
         """Wait until the GPU's memory is as free as when this call began.
 
         Returns:
-            Bytes in use; None where there is no GPU.
+            Bytes in use. None if there is no GPU.
         """
         deadline_s = self._now() + min(MEMORY_CAP_S, self.left_s)
         while True:
@@ -335,7 +341,7 @@ class Lease:
         return entry.case.model_name, entry.side.name
 
     def _warmed(self) -> set[tuple[str, str]]:
-        """Get models and sides whose kernels are in the caches."""
+        """Return the pairs of a model and a side whose kernels are in the caches."""
         path = self._paths.caches / "warmed.json"
         return {tuple(each) for each in json.loads(path.read_text())} if path.exists() else set()
 

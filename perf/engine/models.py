@@ -1,8 +1,10 @@
-"""Models as wide as real ones, with random weights: a step takes as long with any.
+"""Models with the widths of real ones and random weights: weights do not change the time of a step.
 
-Widths are those of the Hugging Face configurations named. A model has three scales: all layers, a
-few layers of each kind (to compile kernels before anything is timed), and a tiny twin of the same
-architecture that a CPU serves.
+The widths are those of the named Hugging Face configurations. A model has three scales:
+
+- all layers;
+- a few layers of each kind, to compile kernels before anything is timed;
+- a tiny twin of the same architecture, which a CPU can serve.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ from typing import Any
 
 
 class Scale(enum.Enum):
-    """How much of a model is made."""
+    """Size at which a model is built: all layers, a few layers, or a tiny twin."""
 
     FULL = "full"
     SHORT = "short"
@@ -30,13 +32,13 @@ class Model:
         config: Name of the configuration class in transformers.
         architecture: Name of the model class in vLLM.
         widths: Arguments of the configuration.
-        short: Arguments that change for a few layers of each kind at the same widths.
-        tiny: Arguments that change for a twin that a CPU serves.
+        short: Arguments that replace some of `widths` for a few layers of each kind.
+        tiny: Arguments that replace some of `widths` for a twin that a CPU can serve.
         has_windows: Whether some layers attend through a sliding window.
         has_states: Whether some layers are recurrent.
         has_experts: Whether the engine needs vLLM's compiled operations for experts.
-        has_gated_deltas: Whether recurrent layers follow the gated delta rule.
-        cpu_dtype: Element type that vLLM's CPU build serves the tiny twin in.
+        has_gated_deltas: Whether recurrent layers are gated delta nets.
+        cpu_dtype: Element type in which vLLM's CPU build serves the tiny twin.
     """
 
     name: str
@@ -52,24 +54,25 @@ class Model:
     cpu_dtype: str = "float32"
 
     def arguments(self, scale: Scale) -> dict[str, Any]:
-        """Get the arguments of the configuration at a scale."""
+        """Return the arguments of the configuration at a scale."""
         changes = {Scale.FULL: {}, Scale.SHORT: self.short, Scale.TINY: self.tiny}[scale]
         return self.widths | changes
 
     def configuration(self, scale: Scale) -> dict[str, Any]:
-        """Get what `save` writes: a class of transformers and its arguments."""
+        """Return the argument of `save`: a transformers class and its constructor's arguments."""
         arguments = self.arguments(scale) | {"architectures": [self.architecture]}
         return {"class": self.config, "arguments": arguments}
 
 
 def save(configuration: dict[str, Any], folder: Path) -> None:
-    """Write a configuration as Hugging Face has it, unless it is there.
+    """Write a configuration in Hugging Face's format, unless its folder exists.
 
-    Several processes may do so at a time.
+    Several processes may do so at the same time.
 
     Args:
-        configuration: `class` in transformers, and its `arguments`.
-        folder: Where to.
+        configuration: `class` is the name of a class in transformers, and `arguments` are its
+            arguments.
+        folder: Folder to write.
     """
     import transformers
 
@@ -89,9 +92,11 @@ class Draft:
     """A model that drafts tokens for another one.
 
     Attributes:
-        model: The model; it has the target's vocabulary.
-        num_tokens: Tokens drafted in a step.
-        acceptance: Share of its tokens that the target takes, by how the weights are made.
+        model: The draft model. It has the target's vocabulary.
+        num_tokens: Number of tokens drafted in a step.
+        acceptance: Share of the drafted tokens that the target accepts, 0 to 1. The random weights
+            are made so.
+        method: vLLM's name of the drafting method.
     """
 
     model: Model
@@ -110,7 +115,7 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 
-# Where the head dimension cannot be set apart, it is hidden_size / num_attention_heads.
+# Some configurations cannot set the head dimension; there it is hidden_size / num_attention_heads.
 _TINY_TWO_HEADS = {key: value for key, value in _TINY.items() if key != "head_dim"} | {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -118,12 +123,12 @@ _TINY_TWO_HEADS = {key: value for key, value in _TINY.items() if key != "head_di
 
 
 def _every(period: int, num_layers: int, *, rare: str, common: str) -> list[str]:
-    """List kinds of layers of which each `period`-th is the rare one."""
+    """List the kinds of layers. Each `period`-th layer is of the rare kind."""
     return [rare if index % period == period - 1 else common for index in range(num_layers)]
 
 
 def _windows(num_layers: int, period: int = 6) -> dict[str, Any]:
-    """Get the layers of a Gemma: windows, and full attention in each `period`-th."""
+    """Return a Gemma's layers: sliding windows, and full attention in each `period`-th layer."""
     kinds = _every(period, num_layers, rare="full_attention", common="sliding_attention")
     return {"num_hidden_layers": num_layers, "layer_types": kinds}
 
@@ -149,8 +154,8 @@ GEMMA_3_4B = Model(
     has_windows=True,
 )
 
-# 60 layers in all. A fifth of them, in the same proportion, leaves an H100 room for the cache: the
-# tokens that a byte of it holds change fivefold for all kinds of layers alike.
+# The real model has 60 layers. A fifth of them, in the same proportion, leaves room for the cache
+# on an H100. A byte of cache then holds five times as many tokens, for all kinds of layers alike.
 GEMMA_4_31B_FIFTH = Model(
     name="gemma-4-31b-12-layers",
     config="Gemma4TextConfig",
@@ -185,7 +190,7 @@ def _nemotron_layers(pattern: str) -> dict[str, Any]:
     return {"layers_block_type": [_NEMOTRON_KINDS[kind] for kind in pattern]}
 
 
-# nvidia/Nemotron-H-8B-Base-8K, for longer texts.
+# nvidia/Nemotron-H-8B-Base-8K, with a longer maximum length.
 NEMOTRON_H_8B = Model(
     name="nemotron-h-8b",
     config="NemotronHConfig",
@@ -228,7 +233,7 @@ _TINY_MAMBA = {
     "mamba_chunk_size": 256,  # in vLLM's CPU build a prompt has one chunk
 }
 
-# tiiuae/Falcon-H1-7B-Instruct; its multipliers of activations change no shape and are left out.
+# tiiuae/Falcon-H1-7B-Instruct. Its multipliers of activations change no shape and are left out.
 FALCON_H1_7B = Model(
     name="falcon-h1-7b",
     config="FalconH1Config",
@@ -263,8 +268,8 @@ def _granite_layers(num_layers: int, attention: tuple[int, ...]) -> dict[str, An
     return {"num_hidden_layers": num_layers, "layer_types": kinds}
 
 
-# ibm-ai-platform/Bamba-9B, for longer texts. vLLM 0.32 has no class of its own for it any more: the
-# same layers at the same widths, as those of a Granite 4 without experts.
+# ibm-ai-platform/Bamba-9B, with a longer maximum length. vLLM 0.32 has no class for it any more. A
+# Granite 4 without experts has the same layers, and gets the same widths here.
 BAMBA_9B = Model(
     name="bamba-9b",
     config="GraniteMoeHybridConfig",
@@ -319,7 +324,8 @@ LLAMA_3_1_8B = Model(
     tiny=_TINY | {"num_hidden_layers": 3},
 )
 
-# Its head is not tied to its embeddings here, so that weights can say what it drafts: 0.5 GB more.
+# The head is not tied to the embeddings here, so that the weights can determine the drafted tokens.
+# This costs 0.5 GB.
 LLAMA_3_2_1B = Model(
     name="llama-3.2-1b",
     config="LlamaConfig",
@@ -345,7 +351,7 @@ def _alternating(num_layers: int) -> dict[str, Any]:
     return {"num_hidden_layers": num_layers, "layer_types": kinds}
 
 
-# openai/gpt-oss-20b with experts in bfloat16 (42 GB), whose kernels need no further library.
+# openai/gpt-oss-20b with experts in bfloat16 (42 GB), whose kernels need no other library.
 GPT_OSS_20B = Model(
     name="gpt-oss-20b",
     config="GptOssConfig",
@@ -418,7 +424,7 @@ def _qwen_layers(num_layers: int) -> dict[str, Any]:
     return {"num_hidden_layers": num_layers, "layer_types": kinds}
 
 
-# Qwen/Qwen3-Next-80B-A3B-Instruct with an eighth of its 512 experts, which fit one GPU.
+# Qwen/Qwen3-Next-80B-A3B-Instruct with 64 of its 512 experts, so that it fits on one GPU.
 QWEN3_NEXT_64_EXPERTS = Model(
     name="qwen3-next-64-experts",
     config="Qwen3NextConfig",

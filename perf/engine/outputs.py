@@ -1,4 +1,4 @@
-"""What two engines generated, compared: where their outputs part, and how near the tie was."""
+"""Compare the tokens of two engines: their first difference, and how near a tie it is."""
 
 import json
 from collections.abc import Sequence
@@ -7,26 +7,28 @@ from pathlib import Path
 from typing import Any
 
 MAX_JUDGED = 16
-"""Requests whose parting is looked at."""
+"""Number of requests whose first difference is examined for a near tie."""
 
 NEAR_TIE_NATS = {"bfloat16": 0.25, "float16": 0.05, "float32": 2e-3}
-"""Element type -> greatest difference of two log-probabilities that roundings may turn around.
+"""Element type -> largest difference of two log-probabilities, in nats, that rounding can reverse.
 
-Logits of some 5 are 2^-5 apart in bfloat16, so that the bound is eight such steps; 2^-8 in float16.
-Between two float32 engines a thousandth was seen.
+Logits near 5 have a spacing of 2^-5 in bfloat16, so the bound is eight such steps. In float16 the
+spacing is 2^-8. Between two float32 engines a difference of 0.001 was observed.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Outputs of a run beside those of another one.
+    """Outputs of a run compared with those of another run.
 
     Attributes:
-        num_same: Requests with the same prompt and the same output.
-        num_parted: Requests with the same prompt and another output.
-        num_other_prompts: Requests whose prompt held another answer before it.
-        partings: Of those that parted: `index` of the request, `position` of the first token that
-            differs, and the two `tokens`; earliest positions first.
+        num_same: Number of requests with the same prompt and the same output.
+        num_parted: Number of requests with the same prompt and different outputs.
+        num_other_prompts: Number of requests whose prompts differ, because an earlier answer in
+            them differs.
+        partings: One entry for each request of `num_parted`, ordered by position. It has the
+            `index` of the request, the `position` of the first different token, and the two
+            `tokens` there.
     """
 
     num_same: int
@@ -40,10 +42,10 @@ def compare(theirs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) ->
 
     Args:
         theirs: `prompt` and `tokens` of each request.
-        ours: The same of another run of the same workload.
+        ours: The same from another run of the same workload.
 
     Raises:
-        ValueError: The runs have other numbers of requests.
+        ValueError: The runs have different numbers of requests.
     """
     if len(theirs) != len(ours):
         msg = f"runs must have as many requests as each other, got {len(theirs)} and {len(ours)}"
@@ -71,15 +73,16 @@ def compare(theirs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) ->
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Get the outputs of a run, as an engine's process has written them."""
+    """Read the outputs of a run from the file that an engine's process wrote."""
     return json.loads(path.read_text())
 
 
 def verdict(gaps: Sequence[float | None], dtype: str) -> dict[str, Any]:
-    """Say whether partings are near ties.
+    """Count the differences that are near ties.
 
     Args:
-        gaps: Differences of log-probabilities; None for more than could be seen.
+        gaps: Absolute differences of log-probabilities, in nats. None means that a token was not
+            among the likeliest ones, so that the difference is unknown.
         dtype: Element type of the model.
     """
     bound = NEAR_TIE_NATS[dtype]

@@ -1,7 +1,7 @@
-"""What is measured, in the order of what it tells.
+"""The plan of measurements: cases and entries, the most informative ones first.
 
-An entry of the plan is one start of one engine. Sides of a case come in the order A B B A, so that
-what drifts on a machine does not favour one of them.
+An entry of the plan is one start of one engine. The two sides of a case run in the order A B B A,
+so that a drift of the machine's speed favours neither side.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,36 +17,42 @@ from perf.engine.workloads import Workload
 GIB, MIB = 1 << 30, 1 << 20
 
 GPU_MEMORY_SHARE = 0.5
-"""What an engine wants to be free as it starts; its cache has the bytes of its case."""
+"""`gpu_memory_utilization` of every engine: the share of GPU memory that must be free at its start.
+
+The size of its cache is set by its case, in bytes.
+"""
 
 START_CAP_S = 120.0
-"""For an engine to start, its kernels compiled; cold, an H100 has taken 80 to 122 s."""
+"""Longest time, in seconds, for an engine to start when its kernels are compiled already.
+
+Without compiled kernels, starts on an H100 took 80 to 122 s.
+"""
 
 COLD_START_S, WARM_START_S = 100.0, 25.0
-"""What a start is expected to take before one was measured, without caches and with them."""
+"""Expected seconds of a start without and with caches, used until a start was measured."""
 
 TINY_CACHE_BYTES = 16 * MIB
 TINY_OPTIONS = {"max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": 8}
 TINY_CAP_S = 240.0
-"""For a start or a run of a tiny model: a CPU interprets its kernels."""
+"""Longest time, in seconds, for a start or a run of a tiny model. A CPU interprets its kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One model, the bytes its cache has, and what it serves.
+    """One model, the size of its cache, and the workloads that it serves.
 
     Attributes:
         name: Name in rows.
-        model: The model; None where `folder` holds one.
-        workloads: What an engine serves, one after the other.
-        cache_bytes: Bytes of keys, values and states.
-        max_model_tokens: Longest request.
-        max_requests: Requests that may run at once.
-        options: Further arguments of every side's engine.
-        draft: What drafts tokens, if anything does.
-        folder: A model of a user's own.
-        load_format: How vLLM reads its weights.
-        start_cap_s: Seconds after which a start is taken to hang.
+        model: The model. None if `folder` holds the model.
+        workloads: Workloads that an engine serves, one after the other.
+        cache_bytes: Size of the cache for keys, values and states, in bytes.
+        max_model_tokens: Longest request, in tokens (`max_model_len`).
+        max_requests: Number of requests that may run at once (`max_num_seqs`).
+        options: Further engine arguments, the same for every side.
+        draft: Draft model for speculative decoding. None means that no tokens are drafted.
+        folder: Folder of a user's own model. None if `model` is given.
+        load_format: vLLM's `load_format`. `dummy` means random weights.
+        start_cap_s: Seconds after which a start counts as hung.
     """
 
     name: str
@@ -63,17 +69,17 @@ class Case:
 
     @property
     def model_name(self) -> str:
-        """Name of the model."""
+        """Name of the model, or the path of its folder."""
         return self.model.name if self.model else str(self.folder)
 
     def dtype(self, scale: Scale) -> str:
-        """Get the element type that a model has."""
+        """Return the element type of the model at a scale."""
         if scale is not Scale.TINY:
             return "bfloat16"
         return self.model.cpu_dtype if self.model else "float32"
 
     def engine_options(self, side: Side, scale: Scale) -> dict[str, Any]:
-        """Get the arguments of an engine, but for the folder of its model."""
+        """Return the arguments of an engine, except the folder of its model."""
         options: dict[str, Any] = {
             "load_format": self.load_format,
             "skip_tokenizer_init": True,
@@ -87,7 +93,7 @@ class Case:
         }
         options |= self.options | side.engine_options(self.max_requests)
         if scale is Scale.SHORT:
-            # Several of these run at a time, and what they compile is all that is wanted.
+            # Several of these engines run at a time, and only their compiled kernels are used.
             options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": GIB}
             options |= {"enforce_eager": True}
             options.pop("compilation_config", None)
@@ -106,10 +112,11 @@ class Entry:
     """One start of one engine.
 
     Attributes:
-        case: What is served.
-        side: How.
-        turn: 1 for the first start of this side in this case, and so on.
-        num_runs: How often each workload is served, each time with an empty cache.
+        case: Model and workloads.
+        side: Engine settings.
+        turn: Number of this start among those of this side in this case: 1, 2, ...
+            0 marks an engine that only compiles kernels.
+        num_runs: Number of times that each workload is served. The cache is empty each time.
     """
 
     case: Case
@@ -119,21 +126,21 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What rows name it by."""
+        """Case, side and turn: the name of this entry in rows."""
         return self.case.name, self.side.name, self.turn
 
     @property
     def label(self) -> str:
-        """What lines name it by."""
+        """Name of this entry in printed lines."""
         return f"{self.case.name}, {self.side.name} {self.turn}"
 
     def warmer(self) -> "Entry":
-        """Get an entry for the files of an engine that compiles before this one is timed."""
+        """Return the entry, turn 0, of an engine that compiles kernels before this one is timed."""
         return replace(self, turn=0)
 
 
 def in_turns(case: Case, *order: Side, num_runs: int = 1) -> list[Entry]:
-    """List starts of sides in an order in which sides may come again."""
+    """List one entry for each side of an order. A side that comes again gets the next turn."""
     turns: dict[str, int] = {}
     entries: list[Entry] = []
     for side in order:
@@ -151,7 +158,7 @@ GEMMA = Case(
 NEMOTRON = Case(
     name="nemotron-h-8b",
     model=models.NEMOTRON_H_8B,
-    # Stock vLLM captures graphs only of as many requests as it has blocks of states.
+    # Stock vLLM captures CUDA graphs of no more requests than it has blocks of states.
     workloads=(workloads.articles(40, 4000, 64, expected_s=23.0),),
 )
 FALCON = Case(
@@ -189,7 +196,8 @@ SEATS = Case(
     name="gemma-4-31b-seats",
     model=models.GEMMA_4_31B_FIFTH,
     workloads=(workloads.SEATS,),
-    # 153k tokens of two full layers, 8 KiB each, and ten windows for each of three sessions.
+    # Room for 153k tokens of two full-attention layers at 8 KiB per token and layer, and for the
+    # windows of ten layers in each of three sessions.
     cache_bytes=3 * GIB,
 )
 REPEATS = Case(
@@ -208,7 +216,7 @@ DRAFTED = Case(
 
 
 def _with(case: Case, suffix: str, *served: Workload, **changes: object) -> Case:
-    """Get a case that serves other things."""
+    """Return a copy of a case that serves other workloads, with a suffix to its name."""
     name = f"{case.name}-{suffix}"
     return replace(case, name=name, workloads=served, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -253,7 +261,7 @@ PLAN: tuple[Entry, ...] = (
     *in_turns(NEMOTRON_OVER_TIME, _A, _B),
     *in_turns(GEMMA_OVER_TIME, _A, _B),
 )
-"""The first two lines fit one lease; later calls go on from there."""
+"""All entries, in order. The first two lines fit one lease; later calls continue from there."""
 
 
 def chosen(
@@ -263,16 +271,17 @@ def chosen(
     side_names: Sequence[str] = (),
     has_experts: bool = True,
 ) -> list[Entry]:
-    """Get the entries of some cases and sides.
+    """Return the entries of some cases and sides.
 
     Args:
-        entries: Of a plan.
-        only: Parts of cases' names; all where there are none.
-        side_names: Names of sides; all where there are none.
-        has_experts: Whether vLLM has its operations for experts here.
+        entries: Entries of a plan.
+        only: Parts of case names. Empty selects all cases.
+        side_names: Names of sides. Empty selects all sides.
+        has_experts: Whether vLLM's compiled operations for experts are installed. If not, models
+            with experts are left out.
 
     Raises:
-        ValueError: There is no such side.
+        ValueError: A side name is unknown.
     """
     if unknown := sorted(set(side_names) - set(sides.SIDES)):
         msg = f"sides are {', '.join(sides.SIDES)}, got {', '.join(unknown)}"

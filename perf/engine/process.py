@@ -1,4 +1,4 @@
-"""An engine's process, seen from outside: orders, replies within a time, and an end that talks."""
+"""Control of an engine's process: orders, replies with a time limit, and errors with its log."""
 
 import contextlib
 import json
@@ -14,19 +14,19 @@ from typing import Any
 from perf.harness.machine import ROOT
 
 LOG_FOLLOWS = "; its log ends:"
-"""End of an error's first line."""
+"""Last words of the first line of an error message. The end of the log follows."""
 
 LAST_WORDS_S = 5.0
-"""For a process that has to be ended to say where its threads are."""
+"""Seconds that a process has to end by itself after a signal, and to print its threads' stacks."""
 
 LAST_LINES = 25
-"""Lines of its log that an error holds."""
+"""Number of lines of the log that an error message holds."""
 
 STACK_LINES = 80
-"""The same where the log ends with the stacks of all threads."""
+"""The same number after a timeout, when the log ends with the stacks of all threads."""
 
 POLL_S = 0.2
-"""Between two looks at whether a process is still there."""
+"""Seconds between two checks that the process is alive."""
 
 
 class EngineError(RuntimeError):
@@ -34,20 +34,20 @@ class EngineError(RuntimeError):
 
 
 class EngineTimeoutError(EngineError):
-    """An engine took longer than it may; its log holds the stacks of all its threads."""
+    """An engine exceeded a time limit. Its log ends with the stacks of all its threads."""
 
 
 class EngineProcess:
-    """A process that replies to orders.
+    """A process that receives orders and replies to them.
 
-    It gets a process group of its own, so that all that it starts ends with it, and
-    PYTHONFAULTHANDLER, so that a signal makes it print the stacks of all its threads.
+    The process has a process group of its own, so that its children end with it. PYTHONFAULTHANDLER
+    is set, so that a signal makes it print the stacks of all its threads.
 
     Args:
-        command: The command; `--replies FD` is added.
-        environment: Its variables.
-        log: File for what it prints.
-        label: What errors call it.
+        command: The command. `--replies FD` is appended.
+        environment: Its environment variables.
+        log: File for its standard output and standard error.
+        label: Name of the process in error messages.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class EngineProcess:
             raise self._failure(self._process.wait()) from error
 
     def reply(self, cap_s: float) -> dict[str, Any]:
-        """Await the next reply.
+        """Wait for the next reply.
 
         Args:
-            cap_s: Seconds after which the process is ended.
+            cap_s: Seconds after which the process is killed.
 
         Raises:
-            EngineTimeoutError: It took longer.
+            EngineTimeoutError: There was no reply in `cap_s` seconds.
             EngineError: The process ended without a reply.
         """
         deadline_s = time.monotonic() + cap_s
@@ -108,7 +108,7 @@ class EngineProcess:
             ready = self._selector.select(min(POLL_S, left_s))
             received = os.read(self._replies, 1 << 16) if ready else b""
             self._received += received
-            # A process of its own that lives on may hold the other end of the pipe.
+            # A child of the process that is still alive may hold the other end of the pipe.
             is_over = ready and not received
             if is_over or (not ready and self._process.poll() is not None):
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,7 +118,7 @@ class EngineProcess:
         return json.loads(line)
 
     def close(self, cap_s: float = LAST_WORDS_S) -> None:
-        """End the process: by the end of its orders, and by force if that takes too long."""
+        """End the process by closing its orders, and kill it if it is alive after `cap_s`."""
         with contextlib.suppress(BrokenPipeError):
             self._orders.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +129,7 @@ class EngineProcess:
             os.close(self._replies)
 
     def _end(self, number: signal.Signals) -> int:
-        """End all of its processes, first by a signal that they may answer."""
+        """Signal the process group, kill it if it is still alive, and return its exit status."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, number)
@@ -139,7 +139,7 @@ class EngineProcess:
         return self._process.wait()
 
     def _failure(self, status: int, *, cap_s: float | None = None) -> EngineError:
-        """Make an error of how the process ended, with the end of its log."""
+        """Make an error from the exit status and the end of the log. `cap_s` means a timeout."""
         lines = self._log.read_text(errors="replace").splitlines()
         if cap_s is None:
             said = f"{self.label} ended with {status}"

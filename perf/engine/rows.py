@@ -1,4 +1,7 @@
-"""Rows of a plan, kept as they come: what is there need not be measured again."""
+"""Rows of a plan.
+
+Each row is written when it is measured, so that it need not be measured again.
+"""
 
 import json
 import os
@@ -7,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 MAX_FAILURES = 2
-"""Times that an entry may fail before no call tries it again."""
+"""Number of failures after which an entry is not tried again."""
 
 Row = dict[str, Any]
 
 
 class RowFile:
-    """Rows of one commit at one scale, among those of others in the same file.
+    """Rows of one commit at one scale. The file may hold rows of other commits and scales too.
 
     Args:
-        path: JSON lines; made if it is not there.
-        commit: What is measured.
-        scale: Of the models.
+        path: File of JSON lines. It is created with the first row.
+        commit: Commit that is measured.
+        scale: Scale of the models.
     """
 
     def __init__(self, path: Path, *, commit: str, scale: str) -> None:
@@ -27,7 +30,7 @@ class RowFile:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def rows(self, kind: str = "run") -> list[Row]:
-        """Get the rows of a kind: run, failure, cut, comparison, trials or compiled."""
+        """Return the rows of a kind: run, failure, cut, comparison, trials or compiled."""
         return [
             row
             for row in read(self.path)
@@ -35,27 +38,27 @@ class RowFile:
         ]
 
     def add(self, row: Row) -> None:
-        """Write a row, on disk before anything else happens."""
+        """Append a row to the file at once. A cut-off last line is ended first."""
         row = {"scale": self._scale, "commit": self._commit} | row
         with self.path.open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # a row was cut off there
+                if file.read() != b"\n":  # the last row was cut off
                     file.write(b"\n")
             file.write(json.dumps(row).encode() + b"\n")
 
     def runs(self, key: tuple[str, str, int]) -> set[tuple[str, int]]:
-        """Get the workloads and numbers of the runs that an entry has."""
+        """Return the pairs of workload and run number that have rows for an entry."""
         return {(row["workload"], row["run"]) for row in self._of(self.rows(), key)}
 
     def is_given_up(self, key: tuple[str, str, int]) -> bool:
-        """Whether an entry has failed too often."""
+        """Whether an entry has failed `MAX_FAILURES` times."""
         return len(self._of(self.rows("failure"), key)) >= MAX_FAILURES
 
     def measured(
         self, case: str, side: str, field: str, workload: str | None = None
     ) -> float | None:
-        """Get the last value of a field in rows of a side; None where there is none."""
+        """Return the last value of a field in the runs of a side; None if there are no runs."""
         values = [
             row[field]
             for row in self.rows()
@@ -69,7 +72,7 @@ class RowFile:
 
 
 def read(path: Path) -> list[Row]:
-    """Get all rows of a file; a last line that was cut off is left out."""
+    """Read all rows of a file. Lines that are not JSON, such as a cut-off last one, are skipped."""
     if not path.exists():
         return []
     rows: list[Row] = []
@@ -82,7 +85,7 @@ def read(path: Path) -> list[Row]:
 
 
 def line_of(row: Row) -> str:
-    """Get a run's row as a line for people."""
+    """Format a run's row as a line for people."""
     counts = row["compilations"]
     disturbed = ""
     if row["is_disturbed"]:

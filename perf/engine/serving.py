@@ -1,4 +1,4 @@
-"""Serving turns with an engine in this process, and what a run says of itself."""
+"""Serve turns with an engine in this process, and summarize a run."""
 
 import hashlib
 import math
@@ -15,24 +15,24 @@ IDLE_S = 0.005
 """Longest sleep while the engine has nothing to do."""
 
 RESET_S = 10.0
-"""For the last requests to be let go before a cache is emptied."""
+"""Longest wait, in seconds, for the engine to release its last requests before a cache reset."""
 
 JUDGED_LOGPROBS = 20
-"""Likeliest tokens that an engine tells of; vLLM allows no more by default."""
+"""Number of likeliest tokens whose log-probabilities are requested: vLLM's default maximum."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """One request, as it went.
+    """Record of one served request. Times are seconds from the start of the run.
 
     Attributes:
-        due_s: When it was to be sent, from the start of the run.
-        prompt: Its tokens.
-        tokens: Tokens that were generated.
-        first_token_s: When its first token came.
-        last_token_s: When its last token came.
-        found_tokens: Tokens of the prompt found in the cache.
-        is_ended: Whether it has all its tokens.
+        due_s: Time when the request should be sent.
+        prompt: Tokens of the prompt.
+        tokens: Generated tokens.
+        first_token_s: Time when its first token was received. Not a number before that.
+        last_token_s: Time when its last token was received. Not a number before the first one.
+        found_tokens: Prefix hit: number of prompt tokens found in the cache.
+        is_ended: Whether the request has finished.
     """
 
     due_s: float
@@ -45,34 +45,34 @@ class Served:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """Seconds from when it was due: what it waited to be sent counts."""
+        """Seconds from `due_s` to the first token. Waiting before it was sent counts too."""
         return self.first_token_s - self.due_s
 
     @property
     def time_per_output_token_s(self) -> float:
-        """Mean seconds between its tokens; not a number where there is one alone."""
+        """Mean seconds between its tokens; not a number if there are fewer than two."""
         if len(self.tokens) < 2:
             return math.nan
         return (self.last_token_s - self.first_token_s) / (len(self.tokens) - 1)
 
     def output(self) -> dict[str, Any]:
-        """Get what is compared: a digest of the prompt, and the tokens generated."""
+        """Return the part that runs compare: a digest of the prompt, and the generated tokens."""
         digest = hashlib.sha256(repr(self.prompt).encode()).hexdigest()[:16]
         return {"prompt": digest, "tokens": self.tokens}
 
 
 class StepStats:
-    """Takes what a vLLM engine reports of its steps; called as vLLM calls a maker of loggers."""
+    """Collector of the statistics of a vLLM engine's steps: a stat logger, and its own factory."""
 
     def __init__(self) -> None:
         self.begin()
 
     def __call__(self, *_: object) -> "StepStats":
-        """Be the logger of an engine."""
+        """Return itself: vLLM calls a factory to get an engine's stat logger."""
         return self
 
     def begin(self) -> None:
-        """Forget all steps."""
+        """Discard the statistics of all steps so far."""
         self._last_s = time.monotonic()
         self._running: list[tuple[float, int]] = []
         self._usage: list[float] = []
@@ -85,7 +85,7 @@ class StepStats:
         mm_cache_stats: object = None,  # noqa: ARG002
         engine_idx: int = 0,  # noqa: ARG002
     ) -> None:
-        """Record a step."""
+        """Add the statistics of one step."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
             self._running.append((now_s - self._last_s, scheduler_stats.num_running_reqs))
@@ -105,10 +105,10 @@ class StepStats:
         """Print nothing."""
 
     def record_sleep_state(self, *_: object) -> None:
-        """Engines never sleep here."""
+        """Do nothing: engines never sleep here."""
 
     def summary(self) -> dict[str, float | int | None]:
-        """Get what a row says of the steps."""
+        """Return a row's fields about steps. Running requests are averaged over time."""
         seconds = sum(each for each, _ in self._running) or 1.0
         accepted = self._num_accepted / self._num_drafted if self._num_drafted else None
         return {
@@ -132,17 +132,17 @@ def serve(
     """Send requests when they are due, and step the engine until all have ended.
 
     Args:
-        engine: The engine; no request may be in it.
-        turns: What is sent.
-        prompts: Where prompts' tokens come from.
-        label: Part of the requests' ids.
-        now: A clock, in seconds.
+        engine: The engine. It must have no requests.
+        turns: Requests to send, and when.
+        prompts: Source of the prompts' tokens.
+        label: Part of the request ids.
+        now: Function that returns the time in seconds.
 
     Returns:
-        One record for each turn.
+        One record for each turn, in the same order.
 
     Raises:
-        RuntimeError: The engine is idle, and a turn waits for one that never ends.
+        RuntimeError: The engine is idle, and every turn left waits for a turn that never ends.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -151,7 +151,7 @@ def serve(
     said: dict[Content, Sequence[int]] = {}
     served: dict[int, Served] = {}
     ended_s: dict[int, float] = {}
-    # What is sent at once must not wait for tokens that are drawn.
+    # Prompts that do not depend on an answer are drawn before the run, so that drawing delays none.
     ready = {
         index: prompts.tokens(turn.request, said)
         for index, turn in enumerate(turns)
@@ -207,10 +207,10 @@ def serve(
 
 
 def empty_cache(engine: Any) -> None:  # noqa: ANN401
-    """Forget what was cached, once the last request has been let go.
+    """Reset the engine's prefix cache, as soon as it has released its last request.
 
     Raises:
-        RuntimeError: A request is still held.
+        RuntimeError: The engine still holds a request after `RESET_S` seconds.
     """
     deadline = time.monotonic() + RESET_S
     while not engine.reset_prefix_cache():
@@ -221,7 +221,7 @@ def empty_cache(engine: Any) -> None:  # noqa: ANN401
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, float]:
-    """Get the median and the 99th percentile by nearest rank; of nothing, not a number."""
+    """Return the median, and the 99th percentile by nearest rank; not a number without values."""
     ordered = sorted(each for each in values if not math.isnan(each))
     if not ordered:
         return math.nan, math.nan
@@ -230,7 +230,7 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def output_hash(served: Sequence[Served]) -> str:
-    """Get a short name of all tokens that were generated, in the order of the turns."""
+    """Return a short hash of all generated tokens, in the order of the turns."""
     digest = hashlib.sha256()
     for record in served:
         digest.update(repr(record.tokens).encode())
@@ -238,7 +238,7 @@ def output_hash(served: Sequence[Served]) -> str:
 
 
 def summary(served: Sequence[Served]) -> dict[str, Any]:
-    """Get what a row says of requests: seconds, tokens, and how long each waited."""
+    """Return a row's fields about requests: seconds, tokens, hits, TTFT and TPOT."""
     seconds = max(record.last_token_s for record in served)
     prompt_tokens = sum(len(record.prompt) for record in served)
     output_tokens = sum(len(record.tokens) for record in served)
@@ -265,16 +265,16 @@ def judge(
     engine: Any,  # noqa: ANN401
     partings: Sequence[dict[str, Any]],
 ) -> list[float | None]:
-    """Say how much less likely the second of two tokens is than the first.
+    """Measure how close the two tokens were at which outputs differ.
 
     Args:
         engine: An idle engine.
-        partings: For each, `prompt` (tokens up to where two outputs part), and `tokens` (the two
-            tokens that follow there).
+        partings: One entry for each pair of outputs. `prompt` holds the tokens before the first
+            difference, and `tokens` the two different tokens.
 
     Returns:
-        The difference of the two tokens' log-probabilities, without a sign; None where one of them
-        is not among the likeliest.
+        For each entry the absolute difference of the two tokens' log-probabilities, in nats. None
+        if one of them is not among the `JUDGED_LOGPROBS` likeliest tokens.
     """
     from vllm import SamplingParams
 

@@ -1,4 +1,4 @@
-"""The engines that are compared: stock vLLM in several settings, and ours."""
+"""Sides of a comparison: settings of stock vLLM, and settings of vLLM with Jenga."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,27 +8,27 @@ from perf.engine.models import Model
 OURS = "JENGA_TRITON"
 
 GRAPH_REQUESTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of requests whose decoding steps are captured as CUDA graphs."""
+"""Batch sizes whose decode steps are captured as CUDA graphs."""
 
 TRIALS = ("JENGA_SPECIALIZED_PREFILL", "JENGA_SPECIALIZED_LATENTS", "JENGA_SPECIALIZED_SCANS")
-"""Variables that, set to 1, take the kernels for one kind of GPU without a trial.
+"""Environment variables that, set to 1, enable GPU-specific kernels without a trial.
 
-With the first two an engine does what it does once the trials have passed, and with the third one
-where layers are no gated delta nets, whose prompts would not be given the faster of two kernels.
+With the first two, an engine behaves as it does after its trials have passed. The third is set only
+for models without gated delta nets: their prompts would not get the faster of two kernels.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to run a model.
+    """One engine configuration.
 
     Attributes:
         name: Name in rows.
-        is_ours: Whether our backend serves it.
-        options: Arguments of the engine that this side has.
-        is_compiled: Whether torch compiles the model, and graphs are vLLM's default ones.
-        uses_flash: Whether FlashAttention-3 attends over our arena.
-        needs_gpu: Whether a CPU cannot run it.
+        is_ours: Whether Jenga's backend serves the model.
+        options: Engine arguments that only this side has.
+        is_compiled: Whether torch compiles the model, and vLLM captures its default CUDA graphs.
+        uses_flash: Whether FlashAttention-3 computes attention over our arena.
+        needs_gpu: Whether this side cannot run on a CPU.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Side:
     needs_gpu: bool = False
 
     def engine_options(self, max_requests: int) -> dict[str, Any]:
-        """Get the engine's arguments that make this side."""
+        """Return the engine arguments that define this side."""
         options = dict(self.options)
         if self.is_ours:
             options["attention_backend"] = OURS
         if not self.is_compiled:
-            # No side waits for torch's compiler, and all capture the same steps.
+            # No side waits for torch's compiler, and all sides capture the same CUDA graphs.
             options["compilation_config"] = {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -55,7 +55,7 @@ class Side:
         return options
 
     def environment(self, model: Model | None) -> dict[str, str]:
-        """Get variables of the engine's process."""
+        """Return the environment variables that this side sets for the engine's process."""
         if not self.is_ours:
             return {}
         has_gated_deltas = model is not None and model.has_gated_deltas
@@ -63,28 +63,28 @@ class Side:
 
 
 STOCK = Side(name="stock")
-"""vLLM as it is, with the settings that all sides share."""
+"""Unchanged vLLM, with the settings that all sides share."""
 
 OURS_PLAIN = Side(name="ours", is_ours=True)
 STOCK_COMPILED = Side(name="stock-compiled", is_compiled=True)
-"""vLLM's own defaults: torch compiles the model."""
+"""vLLM with its own defaults: torch compiles the model."""
 
 OURS_COMPILED = Side(name="ours-compiled", is_ours=True, is_compiled=True)
 STOCK_ONE_TYPE = Side(name="stock-one-type", options={"disable_hybrid_kv_cache_manager": True})
-"""All layers keep all tokens: the baseline of the paper."""
+"""vLLM without its hybrid manager: all layers keep all tokens, as in the paper's baseline."""
 
 STOCK_DENSE = Side(name="stock-dense", options={"prefix_cache_retention_interval": None})
-"""Windows and states are kept at every block, which finds more and evicts sooner."""
+"""Windows and states are cached at every block, which gives more hits and earlier evictions."""
 
 STOCK_FINE = Side(name="stock-fine", options={"prefix_match_unit": 16})
-"""Prefixes may end at any 16 tokens, also inside of a block of states."""
+"""Prefix hits may end at any multiple of 16 tokens, also inside a block of states."""
 
 OURS_FLASH = Side(name="ours-fa3", is_ours=True, uses_flash=True, needs_gpu=True)
-"""Our memory manager with the kernel that stock vLLM has."""
+"""Our memory manager with the attention kernel of stock vLLM."""
 
 REPLAY = {"use_replayssm": True}
 STOCK_REPLAY = Side(name="stock-replay", options=REPLAY)
-"""States are seldom written."""
+"""vLLM's `use_replayssm`: states are seldom written, and recent tokens are replayed."""
 
 OURS_REPLAY = Side(name="ours-replay", is_ours=True, options=REPLAY)
 
@@ -103,4 +103,4 @@ SIDES = {
         OURS_REPLAY,
     )
 }
-"""By name."""
+"""Name -> side."""

@@ -1,8 +1,8 @@
-"""A page of engines' rows: every side of every case beside stock vLLM, with a chart.
+"""Make a page from engines' rows: each side of each case compared with stock vLLM, with a chart.
 
     python -m perf.engine.table ROWS.jsonl ... --out docs/engines.md
 
-Nothing is written where no row was measured on a GPU.
+Nothing is written if no row was measured on a GPU.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Column:
     """One column of a table.
 
     Attributes:
-        title: Its head.
-        text: Makes a cell of a side's runs.
+        title: Text of the column's head.
+        text: Function that makes a cell from a side's runs.
     """
 
     title: str
@@ -48,10 +48,12 @@ class Runs:
     """Runs of one side of a case's workload.
 
     Attributes:
-        side: Its name.
-        rows: Their rows, those disturbed left out where there are others.
-        num_runs: How many there were in all.
-        requests_of_stock: Requests a second over stock's; not a number without stock.
+        side: Name of the side.
+        rows: Rows of the runs. Runs during which something was compiled are left out if there are
+            others.
+        num_runs: Number of all runs, including those left out.
+        requests_of_stock: Median requests per second, divided by that of stock vLLM. Not a number
+            if stock has no runs.
     """
 
     side: str
@@ -60,12 +62,12 @@ class Runs:
     requests_of_stock: float = math.nan
 
     def median(self, field: str) -> float:
-        """Get the median of a field."""
+        """Return the median of a field."""
         return statistics.median(row[field] for row in self.rows)
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether something was compiled in every run."""
+        """Whether something was compiled during every run."""
         return all(row["is_disturbed"] for row in self.rows)
 
 
@@ -97,7 +99,7 @@ Group = tuple[str, str, str, str]
 
 
 def groups_of(rows: Iterable[Row]) -> dict[Group, list[Runs]]:
-    """Group runs by what may be compared: one GPU, one commit, one case, one workload."""
+    """Group runs that can be compared: same GPU, commit, case and workload."""
     found: dict[Group, dict[str, list[Row]]] = {}
     for row in rows:
         group = (row["gpu"], row["commit"], row["case"], row["workload"])
@@ -128,7 +130,7 @@ def _sides(by_side: dict[str, list[Row]]) -> list[Runs]:
 
 
 def table(sides: Sequence[Runs]) -> str:
-    """Make one table."""
+    """Make one table, with one line for each side."""
     lines = [
         f"| {' | '.join(column.title for column in COLUMNS)} |",
         f"|---|{'--:|' * (len(COLUMNS) - 1)}",
@@ -138,7 +140,7 @@ def table(sides: Sequence[Runs]) -> str:
 
 
 def agreement(rows: Iterable[Row], group: Group) -> list[str]:
-    """Say how outputs of a group's sides agreed."""
+    """List sentences on how the outputs of a group's sides agree."""
     lines: list[str] = []
     for row in rows:
         if (row["gpu"], row["commit"], row["case"], row["workload"]) != group:
@@ -165,8 +167,8 @@ def page(rows: Sequence[Row], picture: str | None) -> str:
     """Make the page.
 
     Args:
-        rows: Of all kinds, measured on GPUs.
-        picture: Name of the chart's file; None for none.
+        rows: Rows of all kinds, measured on GPUs.
+        picture: Name of the chart's file. None means no chart.
     """
     runs = [row for row in rows if row["kind"] == "run"]
     compared = [row for row in rows if row["kind"] == "comparison"]
@@ -194,7 +196,7 @@ def page(rows: Sequence[Row], picture: str | None) -> str:
 
 
 def _machines(runs: Sequence[Row], machine: tuple[str, str]) -> list[str]:
-    """Name what made the rows of a GPU and a commit."""
+    """List the machines and package versions behind the rows of a GPU and a commit."""
     found: dict[str, None] = {}
     for row in runs:
         if (row["gpu"], row["commit"]) == machine:
@@ -204,7 +206,7 @@ def _machines(runs: Sequence[Row], machine: tuple[str, str]) -> list[str]:
 
 
 def draw(groups: dict[Group, list[Runs]], path: Path) -> bool:
-    """Draw requests a second over stock's, a bar for each workload of ours.
+    """Draw our requests per second relative to stock's, one bar for each workload.
 
     Returns:
         Whether there was anything to draw.
@@ -237,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page.
 
     Returns:
-        0, or 1 where no row was measured on a GPU.
+        0, or 1 if no row was measured on a GPU.
     """
     parser = argparse.ArgumentParser(
         prog="python -m perf.engine.table",

@@ -1,8 +1,9 @@
-"""Random weights that make a difference: what a token attends to shows in what follows.
+"""Random weights with which errors in the cache show: outputs depend on the tokens attended to.
 
-vLLM's own dummy weights are so small that attention is uniform and layers say next to nothing; two
-engines would agree whatever their caches hold. Here products keep the scale of what they multiply,
-attention is sharp, and what layers say outweighs the last token.
+vLLM's own dummy weights are so small that attention is uniform, and that layers add almost nothing.
+Two engines would then agree whatever their caches hold. The weights here differ in three points:
+matrix products preserve the scale of their input, attention is sharp, and the layers' output
+outweighs the last token.
 """
 
 import zlib
@@ -12,13 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 SHARPNESS = 2.0
-"""Scale of queries and of keys: a few keys of thousands have most of the attention then."""
+"""Scale of queries and keys, at which a few of thousands of keys get most of the attention."""
 
 EMBEDDING_SHARE = 0.1
-"""Scale of embeddings beside what layers add to them."""
+"""Scale of embeddings relative to what layers add to them."""
 
 BRANCH_SHARE = 0.02
-"""Scale of what layers add, in models whose next token shall follow from the last one alone."""
+"""Scale of the layers' output in models whose next token should depend on the last one alone."""
 
 BRANCH_ENDS = ("o_proj.weight", "down_proj.weight")
 
@@ -27,10 +28,10 @@ _LAST_NORMS = ("model.norm.weight", "model.norm_f.weight", "model.final_layernor
 
 
 def fill(model: "torch.nn.Module") -> None:
-    """Give every weight of a model random numbers, the same ones in every process.
+    """Fill the weights of a model with random numbers, which are the same in every process.
 
     Args:
-        model: As vLLM has made it, on its device; written in place.
+        model: Model that vLLM has created, on its device. It is written in place.
     """
     owners = {id(each): kind for kind in model.modules() for each in kind.parameters(recurse=False)}
     parameters = dict(model.named_parameters())
@@ -42,7 +43,7 @@ def fill(model: "torch.nn.Module") -> None:
         if name.endswith(_EMBEDDINGS):
             scale = EMBEDDING_SHARE
         elif name.endswith(_LAST_NORMS) and not has_head:
-            scale = 1 / EMBEDDING_SHARE  # of a head that is the embeddings
+            scale = 1 / EMBEDDING_SHARE  # the head is the embeddings
         elif "qkv_proj" in name or "q_norm" in name or "k_norm" in name:
             scale = SHARPNESS
         _fill_one(name, parameter.data, type(owners[id(parameter)]).__name__, scale)
@@ -58,16 +59,17 @@ def _fill_one(name: str, weight: "torch.Tensor", owner: str, scale: float) -> No
     def uniform(low: float, high: float) -> None:
         weight.uniform_(low, high, generator=generator)
 
-    if last == "A_log":  # decays that keep something for hundreds of tokens
+    if last == "A_log":  # decays that remember hundreds of tokens
         uniform(-4.0, 0.0)
-    elif last == "A":  # stored as minus its exponential
+    elif last == "A":  # vLLM stores A as minus its exponential
         uniform(-1.0, -(2.0**-6))
     elif last == "D":
         weight.fill_(1.0)
     elif last == "dt_bias":
         weight.fill_(-2.0)
     elif weight.dim() > 1:
-        # Variance 1 over the number of elements that a product sums.
+        # The variance is 1 / the number of elements that a product sums, times the square of the
+        # scale.
         bound = scale * (3.0 / weight.shape[-1]) ** 0.5
         uniform(-bound, bound)
     elif "norm" in name and last == "weight":
@@ -77,13 +79,13 @@ def _fill_one(name: str, weight: "torch.Tensor", owner: str, scale: float) -> No
 
 
 def speak_in_order(model: "torch.nn.Module", *, wrong_share: float) -> None:
-    """Have a model say token i + 1 after token i, but for a share of tokens.
+    """Make a model predict token i + 1 after token i, except for a share of tokens.
 
     A model and its draft then agree as often as real ones do, whatever their widths.
 
     Args:
-        model: Filled, with a head of its own; written in place.
-        wrong_share: Share of tokens after which it says another one.
+        model: Filled model, with a head of its own. It is written in place.
+        wrong_share: Share of tokens, 0 to 1, after which the model predicts another token.
     """
     import torch
 
@@ -101,11 +103,11 @@ def speak_in_order(model: "torch.nn.Module", *, wrong_share: float) -> None:
 
 
 def install(draft_folder: str | None, draft_acceptance: float) -> None:
-    """Have vLLM's loader of dummy weights fill models this way from now on.
+    """Make vLLM's loader of dummy weights fill models this way from now on.
 
     Args:
-        draft_folder: Folder of the model that drafts; None where none does.
-        draft_acceptance: Share of its tokens that the target shall take.
+        draft_folder: Folder of the draft model. None if there is none.
+        draft_acceptance: Share of its tokens, 0 to 1, that the target should accept.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 

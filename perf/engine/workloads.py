@@ -1,4 +1,4 @@
-"""What engines serve: traces, as turns that wait for time or for the answer before them."""
+"""Workloads of engines: traces, as turns that wait for a time or for an earlier answer."""
 
 import hashlib
 import random
@@ -10,7 +10,7 @@ from jenga.sim.workload.sources import open_source
 from perf.engine.models import Scale
 
 FIRST_TOKEN = 16
-"""Tokens below it mean something to some models: the end of a text, an image."""
+"""Lowest token that prompts use. Lower ones have a meaning in some models: end of text, image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +19,14 @@ class Workload:
 
     Attributes:
         name: Name in rows.
-        trace: What `jenga replay` takes as a trace.
-        tiny: The same for tiny models, below 128 tokens: in vLLM's CPU build recurrent layers fail
-            on prompts that fill one of its blocks.
-        is_serial: Whether a request is sent when the one before it has ended.
-        expected_s: Seconds that a run takes, before one has been measured.
-        cap_s: Seconds after which a run is taken to hang.
-        limit: At most so many requests.
-        speed: Arrivals come so many times as fast.
+        trace: Trace in the notation of `jenga replay`.
+        tiny: Trace for tiny models. Its requests stay below 128 tokens, because recurrent layers in
+            vLLM's CPU build fail on prompts that fill one of its blocks.
+        is_serial: Whether each request is sent when the one before it has ended.
+        expected_s: Expected seconds of a run, used until one was measured.
+        cap_s: Seconds after which a run counts as hung.
+        limit: Largest number of requests. None means all.
+        speed: Factor by which arrivals are faster than in the trace.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Workload:
     speed: float = 1.0
 
     def turns(self, scale: Scale) -> list["Turn"]:
-        """Get the requests, with what each of them waits for.
+        """Return the requests, with the turn or time that each of them waits for.
 
         Raises:
-            ValueError: The trace is none, or shows images.
+            ValueError: The trace is invalid, or has images.
         """
         trace = self.tiny if scale is Scale.TINY else self.trace
         requests = list(open_source(trace, limit=self.limit, speed=self.speed))
@@ -51,11 +51,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request and when it is sent.
+    """A request, and when it is sent.
 
     Attributes:
         request: The request.
-        after: Index of the turn that must have ended; None if it waits for time alone.
+        after: Index of the turn that must have ended before. None if it waits for a time only.
         delay_s: Seconds from the end of that turn, or from the start of the run.
     """
 
@@ -65,17 +65,18 @@ class Turn:
 
 
 def turns_of(requests: Sequence[Request], *, is_serial: bool = False) -> list[Turn]:
-    """Find what each request waits for.
+    """Find the turn or time that each request waits for.
 
-    A request whose prompt holds what another one generates is sent after that one: the time between
-    their arrivals is what its user thinks. All others are sent when they arrive.
+    If a prompt contains the answer to another request, it is sent after that one has ended. The
+    time between their arrivals is then the user's thinking time. All other requests are sent when
+    they arrive.
 
     Args:
-        requests: In the order of their arrivals.
-        is_serial: Whether each waits for the one before it, without a pause.
+        requests: Requests in the order of their arrivals.
+        is_serial: Whether each request waits for the one before it, without a pause.
 
     Raises:
-        ValueError: A request shows images.
+        ValueError: A request has images.
     """
     speakers: dict[Content, int] = {}
     turns: list[Turn] = []
@@ -97,10 +98,10 @@ def turns_of(requests: Sequence[Request], *, is_serial: bool = False) -> list[Tu
 
 
 class Prompts:
-    """Tokens of prompts, which share prefixes as those of the trace do.
+    """Tokens of prompts, which share prefixes as in the trace.
 
     Args:
-        vocab_size: Tokens of the model.
+        vocab_size: Number of tokens in the model's vocabulary.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -108,11 +109,11 @@ class Prompts:
         self._contents: dict[Content, list[int]] = {}
 
     def tokens(self, request: Request, said: Mapping[Content, Sequence[int]]) -> list[int]:
-        """Get a request's prompt.
+        """Return the tokens of a request's prompt.
 
         Args:
             request: The request.
-            said: What requests before it have generated, by its name.
+            said: Name of an answer -> its tokens, for the answers that earlier requests generated.
         """
         prompt: list[int] = []
         for piece in request.prompt:
@@ -120,7 +121,7 @@ class Prompts:
         return prompt
 
     def _drawn(self, piece: Piece) -> list[int]:
-        """Draw the first tokens of some content; the same ones for the same content."""
+        """Draw the first tokens of a content. The same content always gives the same tokens."""
         drawn = self._contents.get(piece.content, [])
         if len(drawn) < piece.num_tokens:
             draw = random.Random(hashlib.sha256(repr(piece.content).encode()).digest())
@@ -138,7 +139,7 @@ AGENTS = Workload(
     expected_s=45.0,
     cap_s=100.0,
 )
-"""Sessions that begin at random times and think at random between turns."""
+"""Sessions that begin at random times, with random thinking times between turns."""
 
 CHAT = Workload(
     name="chat-1024-256",
@@ -147,7 +148,7 @@ CHAT = Workload(
     expected_s=50.0,
     cap_s=120.0,
 )
-"""Requests that share nothing, more of them than the cache has room for at once."""
+"""Requests without shared prefixes. The cache does not have room for all of them at once."""
 
 SHARED_PREFIXES = Workload(
     name="prefixes-1500-700",
@@ -156,7 +157,7 @@ SHARED_PREFIXES = Workload(
     expected_s=10.0,
     cap_s=40.0,
 )
-"""64 prompts in eight groups, whose prefixes end inside a block of states (vllm#45238)."""
+"""64 prompts in eight groups whose shared prefixes end inside a block of states (vllm#45238)."""
 
 LONG_PROMPT_AGAIN = Workload(
     name="80k-thrice",
@@ -166,7 +167,8 @@ LONG_PROMPT_AGAIN = Workload(
     expected_s=15.0,
     cap_s=60.0,
 )
-"""A long prompt asked three times, each time when the last answer is complete (vllm#45238)."""
+"""A long prompt that is sent three times, each time after the last answer is complete (vllm#45238).
+"""
 
 SEATS = Workload(
     name="seats-36k",
@@ -176,11 +178,11 @@ SEATS = Workload(
     expected_s=15.0,
     cap_s=60.0,
 )
-"""Three sessions of 12k tokens asked in turn, 36k in a pool of 153k (vllm#48435)."""
+"""Three sessions of 12k tokens that take turns: 36k tokens in a pool of 153k (vllm#48435)."""
 
 
 def articles(num_articles: int, tokens: int, output: int, **changes: float) -> Workload:
-    """Get four questions on each of some articles, in random order, all there from the start."""
+    """Make a workload of four questions on each article, in random order, all sent at the start."""
     return Workload(
         name="articles",
         trace=f"articles:n={num_articles},questions=4,tokens={tokens},output={output}",
@@ -190,7 +192,7 @@ def articles(num_articles: int, tokens: int, output: int, **changes: float) -> W
 
 
 def articles_over_time(num_articles: int, tokens: int, output: int, rate: float) -> Workload:
-    """Get the same questions, so many of them a second."""
+    """Make the same workload, with arrivals at a rate per second."""
     return Workload(
         name=f"articles-at-{rate:g}",
         trace=f"articles:n={num_articles},questions=4,tokens={tokens},output={output},rate={rate}",

@@ -1,7 +1,7 @@
 """Figure 14 of the paper: throughput by model, on an H100 and on an L4.
 
-Numbers of the paper are requests a second of its artifact's tables: vLLM ("paged"), MAX page,
-static partition, Jenga.
+The paper's numbers are requests per second from the tables of its artifact: vLLM ("paged"), MAX
+page, static partition and Jenga.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ class Bar:
     """A model of the figure.
 
     Attributes:
-        case: It.
-        paper: Requests a second, by manager.
+        case: The model's case.
+        paper: Manager -> the paper's requests per second.
     """
 
     case: Case
@@ -128,7 +128,8 @@ def bars() -> Iterator[Bar]:
 
 def cases() -> Iterator[Case]:
     for bar in bars():
-        # No two prompts share anything, and vLLM caches no prefix over cross attention.
+        # No two prompts share anything, and vLLM does not cache prefixes of models with cross
+        # attention.
         yield replace(bar.case, prefix_caching=False)
 
 
@@ -166,7 +167,7 @@ def lines(found: Sequence[tuple[Case, Found]]) -> Iterable[Sequence[str]]:
 
 
 def _held(outcome: Outcome | None) -> str:
-    """The most of the arena that was held in a step."""
+    """Return the largest share of the arena that was held in a step."""
     if outcome is None or outcome.refusal:
         return "-"
     held = max(step.used_bytes + step.useless_bytes + step.empty_bytes for step in outcome.steps)
@@ -174,7 +175,7 @@ def _held(outcome: Outcome | None) -> str:
 
 
 def _over(rates: Mapping[str, float], others: Sequence[str]) -> str:
-    """Ours over the best of others; "-" where none of them runs."""
+    """Return our rate over the best of other rates; "-" if none of them runs."""
     best = max((rates[name] for name in others if name in rates), default=0.0)
     return f"{rates['jenga'] / best:.2f}" if best and "jenga" in rates else "-"
 

@@ -1,8 +1,9 @@
 """Figure 15 of the paper: latency against the request rate, Llama 3.2 11B Vision, one H100.
 
-MMMU-Pro: images of 6,193 tokens, 43 of text. The paper: below 1.2 requests a second latencies of
-vLLM 0.6.3 ("paged") and Jenga differ by 2.6 %; above, Jenga's end-to-end latency is up to 2.24
-times and its time to the first token up to 29.43 times shorter, and a further token takes longer.
+The trace is MMMU-Pro, with images of 6,193 tokens and texts of 43. The paper reports this: below
+1.2 requests per second the latencies of vLLM 0.6.3 ("paged") and Jenga differ by 2.6 %. Above that
+rate Jenga's end-to-end latency is up to 2.24 times shorter, and its TTFT up to 29.43 times. Its
+TPOT is longer there.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ def lines(found: Sequence[tuple[Case, Found]]) -> Iterable[Sequence[str]]:
 
 
 def _over(paged: Outcome | None, other: Outcome, field: str) -> str:
-    """The baseline's mean seconds over another's."""
+    """Return the baseline's mean seconds over another manager's."""
     if paged is None or paged.refusal or other.refusal:
         return "-"
     means = [getattr(each.summary, field).mean for each in (paged, other)]

@@ -1,8 +1,9 @@
 """Figure 16 of the paper: decode batch over steps, Ministral 8B, 20 long documents at once.
 
-Inputs of 55 to 110 thousand tokens, outputs of 50 to 100, all there from the start, on one H100.
-The paper: a mean batch of 5.39 in about 300 steps; 2.63, 2.74 and 2.50 (vLLM 0.6.3, SGLang, TGI) in
-about 600. "paged" is those: one page table of all layers, each of which keeps every token.
+Inputs have 55 to 110 thousand tokens and outputs 50 to 100. All are there from the start, on one
+H100. The paper reports a mean batch of 5.39 for Jenga, in about 300 steps. For vLLM 0.6.3, SGLang
+and TGI it reports 2.63, 2.74 and 2.50, in about 600 steps. "paged" stands for these: one page table
+of all layers, in which each layer keeps every token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from perf.experiments.frame import Case, Experiment, Found
 
 WHOLE_PROMPTS = 1 << 17
-"""Tokens of a step that computes any prompt whole, as vLLM 0.6.3 did."""
+"""Tokens of a step that computes any prompt in one piece, like vLLM 0.6.3."""
 
 NOTES = """\
 Steps of whole prompts are vLLM 0.6.3's; chunks of 8,192 tokens are today's. The paper does not give

@@ -1,8 +1,9 @@
-"""Figure 17 of the paper: where memory goes, Ministral 8B, static and dynamic lengths.
+"""Figure 17 of the paper: use of memory, Ministral 8B, static and dynamic lengths.
 
-The static trace's lengths do not change over time; the dynamic one's mean goes from short to long.
-The paper: vLLM 0.6.3 ("paged") wastes 38.2 % on average, Jenga at most 0.04 %; under Jenga full
-attention's share of what is used moves between 27.8 and 54.5 % on the dynamic trace.
+Lengths in the static trace do not change over time. In the dynamic trace their mean goes from short
+to long. In the paper, vLLM 0.6.3 ("paged") wastes 38.2 % on average, and Jenga at most 0.04 %.
+Under Jenga, full attention's share of the used memory is between 27.8 and 54.5 % on the dynamic
+trace.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ def cases() -> Iterator[Case]:
 
 
 def full_share(outcome: Outcome) -> str:
-    """Least and most share of full attention in what is used, while the arena is well filled."""
+    """Return the range of full attention's share of used memory, while the arena is well filled."""
     shares: list[float] = []
     for step in outcome.steps:
         held = step.used_bytes + step.useless_bytes + step.empty_bytes

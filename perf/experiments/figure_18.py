@@ -1,7 +1,8 @@
 """Figure 18 of the paper: prefix caching, hit rate and throughput against the number of articles.
 
-Questions on long articles, eight on each, in random order, all there from the start. The paper: a
-hit rate up to 1.60 times and a throughput up to 1.77 times those of vLLM 0.6.3 ("paged").
+Each of several long articles gets eight questions, in random order, all there from the start. The
+paper reports a hit rate of up to 1.60 times, and a throughput of up to 1.77 times, that of vLLM
+0.6.3 ("paged").
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ MODELS = (
     ("nemotron-h-8b", "H100-80G", 1),
     ("qwen3-next-80b-a3b", "H200", 2),
 )
-"""Models with a GPU and the ranks that hold them."""
+"""Models, each with a GPU and the number of ranks that hold it."""
 
 OTHERS = ("vllm", "static", "max", "lcm")
 
@@ -83,7 +84,10 @@ def _hits(by_manager: Found, name: str) -> str:
 
 
 def _ratio(by_manager: Found, name: str, field: str) -> str:
-    """Ours with the default policy over another's; "-" where one does not run or hits nothing."""
+    """Return our number, with the default policy, over another manager's.
+
+    It is "-" if one of them does not run, or if the other's number is 0.
+    """
     pair = [by_manager.get(each) for each in (OURS[0], name)]
     values = [
         getattr(each.summary, field) for each in pair if each is not None and not each.refusal
@@ -98,7 +102,7 @@ EXPERIMENT = Experiment(
     lines=lines,
     notes=NOTES,
     steps_kept=12,
-    # Without "gcd", whose pages are one request's: it caches no prefix.
+    # Without "gcd", which caches no prefixes: its large pages belong to one request.
     managers=tuple(name for name in MANAGERS if name != "gcd"),
 )
 

@@ -1,8 +1,8 @@
-"""Figure 19 of the paper: keeping the vision encoder's output, chunks of 1,024 tokens, one H100.
+"""Figure 19 of the paper: caching the vision encoder's output, chunks of 1,024 tokens, one H100.
 
-Without a cache for it an engine runs the encoder again in every chunk that reads a part of an
-image. The paper (requests a second of its artifact's tables, vLLM and Jenga): a mean of 1.88 times
-the throughput.
+Without a cache for it, an engine runs the encoder again in every chunk that reads a part of an
+image. In the paper, Jenga has 1.88 times the throughput on average. Its numbers are requests per
+second from the tables of its artifact, for vLLM and for Jenga.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,9 +36,9 @@ class Encoder:
     """A model's vision encoder.
 
     Attributes:
-        parameters: Of the encoder.
-        patches_per_token: Patches that it reads for one token of the language model.
-        paper: Requests a second of vLLM and Jenga.
+        parameters: Number of the encoder's parameters.
+        patches_per_token: Number of patches that it reads for one token of the language model.
+        paper: The paper's requests per second of vLLM and of Jenga.
     """
 
     parameters: float
@@ -55,10 +55,10 @@ ENCODERS = {
 
 
 class EncoderClock:
-    """Seconds of a step and of the encoder runs in it.
+    """Clock that adds the time of encoder runs to a step.
 
     Attributes:
-        num_runs: Encoder runs so far.
+        num_runs: Number of encoder runs so far.
     """
 
     def __init__(self, clock: Clock, encoder: Encoder, *, is_cached: bool) -> None:
@@ -69,7 +69,7 @@ class EncoderClock:
         self.num_runs = 0
 
     def __call__(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         seconds = self._clock(chunks)
         for chunk in chunks:
             start, end = chunk.start, chunk.end
@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
 
 
 def image_type(name: str) -> ImageEmbedding:
-    """The layer type of a model's image embeddings."""
+    """Return the layer type of a model's image embeddings."""
     for layer_type in known_model(name).spec().layer_types:
         if isinstance(layer_type, ImageEmbedding):
             return layer_type

@@ -1,9 +1,13 @@
 """Figure 20 of the paper: speculative decoding, a target and its draft in one arena, one H100.
 
-The paper compares vLLM-max (a page as large as the target's for both models), vLLM-manual
-(SmartSpec's: a page size for each model, every token of every layer kept) and Jenga. Requests a
-second of its artifact's tables: Gemma-2 .36, .51, .57; Ministral .0793, .0834, .0896; character.ai
-.57, .92, 3.04; Llama 1.15, 1.68, 1.63.
+The paper compares three systems:
+
+- vLLM-max has pages as large as the target's for both models.
+- vLLM-manual (SmartSpec's) has a page size for each model, and keeps every token of every layer.
+- Jenga.
+
+The tables of its artifact have these requests per second, in the same order: Gemma-2 .36, .51, .57;
+Ministral .0793, .0834, .0896; character.ai .57, .92, 3.04; Llama 1.15, 1.68, 1.63.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +19,8 @@ from perf.experiments.frame import Case, Experiment, Found
 
 MMLU = "mmlu-pro:n=100,output=100-500"
 
-# Models, weights' bytes a parameter, trace, paper's requests a second: max, manual, Jenga.
+# Models, bytes per parameter of the weights, trace, and the paper's requests per second of max,
+# manual and Jenga.
 PAIRS = (
     (
         ("gemma-2-27b", "gemma-2-2b"),
@@ -34,7 +39,7 @@ PAIRS = (
 )
 
 DRAFT_TOKENS, ACCEPTANCE = 4, 0.7
-"""The paper names neither."""
+"""Drafted tokens per step, and the probability that one is accepted. The paper gives neither."""
 
 NOTES = f"""\
 "vLLM-max" is "paged" on both models' layers; "vLLM-manual" our manager on both models with every
@@ -48,7 +53,7 @@ when nobody does."""
 
 
 def every_token(machine: Machine) -> Machine:
-    """The machine with every attention layer keeping every token."""
+    """Return the machine with attention layers that keep every token."""
     model = machine.model
     kept = tuple(_full(each) for each in model.layer_types)
     return replace(machine, model=replace(model, layer_types=kept))
@@ -60,7 +65,7 @@ def _full(layer_type: LayerType) -> LayerType:
     layers = layer_type.layers
     if isinstance(layer_type, FullAttention | TokenBudget):
         return FullAttention(name=layer_type.name, layers=layers)
-    # A layer that reads another's keys and values keeps its own, too.
+    # A layer that reads another layer's keys and values gets its own here.
     own = tuple(
         replace(layer, name=name, readers=())
         for layer in layers
@@ -116,7 +121,7 @@ def lines(found: Sequence[tuple[Case, Found]]) -> Iterable[Sequence[str]]:
                 f"{paper[system]}" if system in paper else "-",
                 *(_ratio(paper, system, base) for base in SYSTEMS[:2]),
                 outcome.text(lambda row: row.mean_decode_batch, ".2f"),
-                # Layers that keep every token do not know what is of use.
+                # Layers that keep every token do not know which tokens are needed.
                 "-" if system == "vLLM-manual" else outcome.text(lambda row: row.waste, ".1%"),
                 *(_ratio(rates, system, base) for base in SYSTEMS[:2]),
             )

@@ -1,7 +1,7 @@
-"""What the experiments share: cases, the managers they are run under, and the table.
+"""Common parts of the experiments: cases, the managers that they run under, and the table.
 
-Bytes, tokens and steps are counted. Seconds are those of a roofline at the GPU's peaks, the least
-that it allows; they order systems and are no measurement.
+Bytes, tokens and steps are counted. Seconds come from a roofline at the GPU's peaks: the least time
+that is possible. They allow to rank systems, but are not measurements.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jenga.sim.results.rows import Row, RunRow, StepRow, SummaryRow, read_rows, 
 from jenga.sim.workload.sources import open_source
 
 FOLDER = Path(__file__).parents[1] / "results" / "cpu" / "experiments"
-"""Where the rows of the last full run are kept."""
+"""Folder of the rows of the last full run."""
 
 OURS = "jenga"
 
@@ -44,34 +44,34 @@ MANAGERS = (
 """Managers that can be compared: those of `jenga replay`, and ours with other eviction policies."""
 
 STEPS_KEPT = 300
-"""Step rows kept of a run: as many as a figure shows."""
+"""Number of step rows that are kept of a run: as many as a figure shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Models on a GPU with requests, run under several managers.
+    """Models on a GPU with requests, replayed under several managers.
 
     Attributes:
-        models: Names of the model and of what is served with it, of `known_names`.
-        trace: The requests, as of `jenga replay --trace`.
-        num_requests: Only so many of them; all by default.
-        speed: Arrivals come so many times as fast.
-        gpu: Of each rank.
-        ranks: Tensor-parallel.
-        kv_format: Of keys and values.
-        bytes_per_parameter: Of the weights, where they are quantised; None as published.
-        arena_bytes: The arena, in place of what the weights leave.
-        chunk_tokens: Tokens of a step.
-        max_requests: Requests running at once.
-        draft_tokens: Tokens that the second model drafts for a step.
-        acceptance: Probability that one of them is right if those before it are; None where
-            speculation is not replayed.
-        prefix_caching: Whether pages are kept for others.
-        with_bounds: Whether to find what no cache could exceed.
-        every: Steps between two looks at the arena.
-        managers: Those that make sense here; all where empty.
-        adapt: Changes the layers and the clock, where a case is about something else than a model.
-        name: What the table calls it; the model where empty.
+        models: Names of the model and of the models served with it, as in `known_names`.
+        trace: Requests in the notation of `jenga replay --trace`.
+        num_requests: Number of requests that are replayed. None means all.
+        speed: Factor by which arrivals are faster than in the trace.
+        gpu: Kind of GPU of each rank.
+        ranks: Number of tensor-parallel ranks.
+        kv_format: Format of keys and values.
+        bytes_per_parameter: Size of a quantised weight, in bytes. None means the published format.
+        arena_bytes: Size of the arena, in bytes. None means the memory that the weights leave.
+        chunk_tokens: Largest number of tokens in a step.
+        max_requests: Largest number of running requests.
+        draft_tokens: Number of tokens that the second model drafts in a step.
+        acceptance: Probability that a drafted token is accepted if those before it are. None means
+            that speculation is not replayed.
+        prefix_caching: Whether prefix caching is on.
+        with_bounds: Whether to compute upper bounds of the hit rate too.
+        every: Number of steps between two samples of the arena.
+        managers: Managers that make sense for this case. Empty means all.
+        adapt: Function that changes the layers or the clock, for cases that are not about a model.
+        name: Name in the table. Empty means the models' names.
     """
 
     models: tuple[str, ...]
@@ -96,12 +96,12 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         return self.name or "+".join(self.models)
 
     @property
     def facts(self) -> list[ModelFacts]:
-        """Of the models, their weights as they are quantised here."""
+        """Facts about the models, with the size of their weights as quantised here."""
         found = [known_model(name) for name in self.models]
         if self.bytes_per_parameter is None:
             return found
@@ -112,7 +112,7 @@ class Case:
 
     @functools.cache  # noqa: B019  cases are few and live as long as the program
     def machine(self) -> Machine:
-        """The layers of one rank, its arena, and the roofline of the first model."""
+        """Return the layers of one rank, its arena, and the roofline of the first model."""
         facts, gpu = self.facts, find_gpu(self.gpu)
         options = ReadOptions(
             tensor_parallel=self.ranks, kv_format=self.kv_format, draft_tokens=self.draft_tokens
@@ -137,7 +137,7 @@ class Case:
 
     @property
     def speculation(self) -> Speculation | None:
-        """What is drafted, where that is replayed."""
+        """Speculation to replay; None if it is not replayed."""
         if self.acceptance is None:
             return None
         return Speculation(
@@ -148,27 +148,27 @@ class Case:
 
 
 def trace_of(case: Case) -> Trace:
-    """The trace of a case, read once for all that have it."""
+    """Return the trace of a case. It is read only once for all cases that have it."""
     return _trace(case.trace, case.num_requests, case.speed)
 
 
 @functools.cache
 def _trace(text: str, limit: int | None, speed: float) -> Trace:
     path = Path(text)
-    # Where a file lay is of no interest to who reads the rows.
+    # The name leaves out a file's folder, which does not matter to readers of the rows.
     name = path.name if path.is_file() else text
     return Trace(name, lambda: open_source(text, limit=limit, speed=speed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a manager made of a case.
+    """Result of a case under a manager.
 
     Attributes:
         case: The case.
-        manager: Of `MANAGERS`.
-        rows: Of the replay; empty where the manager does not start.
-        refusal: Why the manager does not start.
+        manager: Name of the manager, one of `MANAGERS`.
+        rows: Rows of the replay. Empty if the manager does not start.
+        refusal: Reason why the manager does not start. Empty if it does.
     """
 
     case: Case
@@ -178,21 +178,21 @@ class Outcome:
 
     @property
     def row(self) -> RunRow:
-        """The replay as it was asked for."""
+        """Row that describes the replay."""
         return outcome_of(self.rows).row
 
     @property
     def summary(self) -> SummaryRow:
-        """What it came to."""
+        """Summary of the replay."""
         return outcome_of(self.rows).summary
 
     @property
     def steps(self) -> list[StepRow]:
-        """Its steps."""
+        """Rows of the replay's steps."""
         return [row for row in self.rows if isinstance(row, StepRow)]
 
     def text(self, value: Callable[[SummaryRow], float | None], form: str) -> str:
-        """A number of the summary; "-" where there is none or the manager does not start."""
+        """Format a number of the summary; "-" if there is none or the manager does not start."""
         number = None if self.refusal else value(self.summary)
         return "-" if number is None else format(number, form)
 
@@ -208,14 +208,14 @@ def run_case(case: Case, manager: str) -> Outcome:
 
 
 def _row(case: Case, manager: str) -> RunRow:
-    """The row that a replay begins with."""
+    """Return the row that a replay begins with."""
     name = manager.partition(" ")[0]
     return run_row(case.machine(), name, trace_of(case), _settings(case, manager))
 
 
 def _settings(case: Case, manager: str) -> Settings:
     name, _, policy = manager.partition(" ")
-    # What is changed by hand is told apart by the case's name alone.
+    # Only the name of a case shows what `adapt` has changed, so the rows need it.
     named = {} if case.adapt is None else {"case": case.name}
     if case.num_requests is not None:
         named["requests"] = str(case.num_requests)
@@ -235,7 +235,7 @@ def _settings(case: Case, manager: str) -> Settings:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """What the rows depend on beside this package's version."""
+    """Return the versions that rows depend on in addition to this package's version."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--exclude", "*"],
         cwd=Path(__file__).parent,
@@ -253,7 +253,7 @@ def _versions() -> dict[str, str]:
 
 
 Found = Mapping[str, Outcome]
-"""The outcomes of a case, by manager."""
+"""Manager -> outcome, for one case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,13 +261,13 @@ class Experiment:
     """One figure of the paper.
 
     Attributes:
-        name: Of its module, and of the files it is kept in.
-        description: What it shows.
-        cases: Its cases.
-        lines: Its table, header first, from the outcomes of its cases.
-        notes: What differs from the paper, and why.
-        steps_kept: Step rows kept of each run.
-        managers: Those compared where the command line names none.
+        name: Name of its module and of its files of results.
+        description: Text of `--help`.
+        cases: Function that returns the cases.
+        lines: Function that makes the table from the outcomes of the cases, header first.
+        notes: Differences from the paper, and their reasons.
+        steps_kept: Number of step rows that are kept of each run.
+        managers: Managers that are compared unless the command line names some.
     """
 
     name: str
@@ -279,7 +279,7 @@ class Experiment:
     managers: tuple[str, ...] = MANAGER_NAMES
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
-        """Run it from the command line; from the process's own by default."""
+        """Run the experiment from the command line. None means the process's own arguments."""
         parser = argparse.ArgumentParser(
             prog=f"python -m perf.experiments.{self.name}",
             description=self.description,
@@ -317,7 +317,7 @@ class Experiment:
             self._save(options.save, found, table)
 
     def _save(self, folder: Path, found: Sequence[tuple[Case, Found]], table: str) -> None:
-        """Write the rows in place of those there of the same replays, and the table."""
+        """Write the table and the rows, which replace older rows of the same replays."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.jsonl"
         outcomes = [outcome for _, by_manager in found for outcome in by_manager.values()]
@@ -338,11 +338,11 @@ class Experiment:
 
 
 Kept = dict[tuple[object, ...], tuple[Row, ...]]
-"""The rows of replays, by what makes two replays the same one."""
+"""Key of a replay -> its rows. Replays with the same key are the same replay."""
 
 
 def _kept(path: Path) -> Kept:
-    """The rows in a file; none where there is none."""
+    """Read the rows of a file; empty if it does not exist."""
     runs: dict[str, list[Row]] = {}
     for row in read_rows(path) if path.exists() else ():
         runs.setdefault(row.run, []).append(row)
@@ -368,7 +368,7 @@ def _run_and_tell(case: Case, manager: str, kept: Kept) -> Outcome:
 
 
 def _key(row: RunRow) -> tuple[object, ...]:
-    """What makes two replays the same one, run at two commits."""
+    """Return the key of a replay, which does not depend on the commit."""
     options = {name: value for name, value in row.options.items() if name not in ("commit", "vllm")}
     settled = sorted((name, value) for name, value in options.items() if "hit_rate" not in name)
     return (
@@ -385,7 +385,7 @@ def _key(row: RunRow) -> tuple[object, ...]:
 
 
 def _thinned(outcome: Outcome, num_kept: int) -> Iterator[Row]:
-    """The rows of a replay with so many of its steps, evenly spread."""
+    """Yield the rows of a replay with only `num_kept` of its steps, evenly spread."""
     stride = -(-len(outcome.steps) // num_kept)
     for index, row in enumerate(outcome.rows):
         # The run's row comes first.

@@ -1,9 +1,9 @@
-"""The conversations of Mooncake's trace: hits, waste, batches and preemptions of real traffic.
+"""Conversations of Mooncake's trace: hits, waste, batches and preemptions of real traffic.
 
 python -m perf.experiments.mooncake conversation_trace.jsonl [--models gemma-3-27b] [--save]
 
-The first thousand requests, arriving four times as fast as they did, on twelve models. The trace is
-that of the repository kvcache-ai/Mooncake, FAST25-release/traces.
+The first thousand requests arrive four times as fast as in the trace, on twelve models. The trace
+comes from the repository kvcache-ai/Mooncake, FAST25-release/traces.
 """
 
 import sys
@@ -27,7 +27,7 @@ MODELS = (
     ("granite-4.0-h-small", "H200", 1),
     ("qwen3-next-80b-a3b", "H200", 2),
 )
-"""Models with a GPU and the ranks that hold them."""
+"""Models, each with a GPU and the number of ranks that hold it."""
 
 COMPARED = ("jenga", "vllm", "max", "static")
 

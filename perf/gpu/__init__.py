@@ -1,1 +1,1 @@
-"""Sessions on a GPU that is lent for minutes."""
+"""Tools for sessions of some minutes on a borrowed GPU."""

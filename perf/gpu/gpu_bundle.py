@@ -1,9 +1,10 @@
-"""vLLM and the peers in an offline bundle: cut to what a call can carry, unpacked, made known.
+"""Cut an offline bundle of vLLM and the peers into parts, unpack it, and register our plugin.
 
     python -m perf.gpu.gpu_bundle BUNDLE OUT     # OUT/base, OUT/experts and OUT/peers
 
-A bundle is a folder of `*.tar.xz` with `SHA256SUMS` and an `unpack.sh`. Half of vLLM's libraries
-serve models of experts alone, so they and the peers travel when they are wanted.
+The limit on the size of a transfer makes parts necessary. A bundle is a folder of `*.tar.xz` files
+with `SHA256SUMS` and an `unpack.sh`. Half of vLLM's libraries serve only models with experts (MoE).
+So they and the peers are separate parts, for sessions that need them.
 """
 
 import argparse
@@ -26,28 +27,28 @@ SCRIPT, SUMS = "unpack.sh", "SHA256SUMS"
 LIBRARIES = "vllm-libs.tar.xz"
 EXPERTS = "vllm-experts.tar.xz"
 IS_OF_EXPERTS = re.compile(r"/_moe_C")
-"""Libraries of vLLM that models without experts do not load."""
+"""Pattern of vLLM's libraries that models without experts do not load."""
 
 FILTERS = [
     {"id": lzma.FILTER_X86},
     {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27},
 ]
-"""Device code and x86-64 code: seventeen parts in eighteen of what `xz -9` makes of it."""
+"""Filters for device code and x86-64 code. The result has 17/18 of the size of `xz -9`."""
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is imported for sampling otherwise
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # otherwise it is imported for sampling
 }
-"""What vLLM needs to run from a bundle."""
+"""Environment variables that vLLM needs to run from a bundle."""
 
 
 def unpack(bundle: str, site: Path) -> None:
     """Unpack an offline bundle, unless all its archives were unpacked before.
 
     Args:
-        bundle: Its folders, separated by ":"; they may come one after the other.
-        site: Where to.
+        bundle: Folders of the bundle, separated by ":". Folders may be added by later calls.
+        site: Folder to unpack to.
 
     Raises:
         ValueError: No folder holds `unpack.sh`.
@@ -62,10 +63,10 @@ def unpack(bundle: str, site: Path) -> None:
     if script is None:
         msg = f"--bundle must name a folder that holds unpack.sh, got {bundle}"
         raise ValueError(msg)
-    # Its own checks import vLLM again and again, and the stages will tell.
+    # The script's own checks import vLLM several times. The stages will show errors anyway.
     environment = os.environ | {"PYTHON": sys.executable, "CHECK": "0"}
     subprocess.run(["bash", str(script), bundle, str(site)], check=True, env=environment)
-    # Engines start at once; each would compile the same files.
+    # Several engines start at the same time, and each would compile the same files.
     compiling = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(site)]
     subprocess.run(compiling, check=False, stdout=subprocess.DEVNULL)
     announce_plugin(site)
@@ -73,11 +74,11 @@ def unpack(bundle: str, site: Path) -> None:
 
 
 def announce_plugin(site: Path, root: Path = ROOT) -> None:
-    """Write beside an uninstalled package what installing it would: the names vLLM looks for.
+    """Write the entry points of our package, which is not installed, so that vLLM finds its plugin.
 
     Args:
         site: A folder on the path.
-        root: Of the repository.
+        root: Folder of the repository.
     """
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
@@ -91,14 +92,14 @@ def announce_plugin(site: Path, root: Path = ROOT) -> None:
 
 
 def split(bundle: Path, out: Path) -> dict[str, int]:
-    """Cut a bundle into what all engines need, what models of experts need besides, and the peers.
+    """Cut a bundle into a base for all engines, the libraries for models with experts, and peers.
 
     Args:
-        bundle: Its folder.
-        out: Folder of the parts; each can be unpacked alone, or with others.
+        bundle: Folder of the bundle.
+        out: Folder of the parts. Each part can be unpacked alone or together with others.
 
     Returns:
-        Part -> its bytes.
+        Part -> its size in bytes.
 
     Raises:
         ValueError: The bundle has no archive of vLLM's libraries in one piece.
@@ -130,7 +131,7 @@ def split(bundle: Path, out: Path) -> dict[str, int]:
 
 
 def _repacked(archive: Path, *, of_experts: bool) -> bytes:
-    """Get an archive of the libraries of experts, or of all others."""
+    """Return an archive of only the libraries for experts, or of only the others."""
     packed = io.BytesIO()
     with (
         tarfile.open(archive, "r:xz") as source,

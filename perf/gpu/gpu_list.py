@@ -1,13 +1,15 @@
-"""Run benchmarks one after another in one process, the most telling first, until time is up.
+"""Run benchmarks in one process, the most informative ones first, until the time is over.
 
 python -m perf.gpu.gpu_list --seconds 200 --results OUT [LIST]
 
-A line of LIST names a benchmark, parts of its shapes' names ("$" stands for an end), and peers:
+A line of LIST names a benchmark, parts of its shapes' names, and peers. In a part, "$" stands for
+the end of the name:
 
     bench_paged_attention; D13 |X1 ; vllm-triton,flash-attention-3
 
-Without LIST it is `BEHIND`. Python, torch and vLLM take a quarter of a minute to start, which so
-short a time on a GPU has once. No tests are run before: `perf.gpu.gpu_session --brief` runs them.
+Without LIST, the list is `BEHIND`. In a short session on a GPU, Python, torch and vLLM should start
+only once, because this takes 15 seconds. No tests run here: `perf.gpu.gpu_session --brief` runs
+them before.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from perf.harness.machine import module_of
 from perf.harness.timing import Benchmark
 
 TIME_IS_UP = 2
-"""What the command returns where it did not begin all of a list."""
+"""Exit status if some items of a list were not begun."""
 
 BEHIND = """
 roofline; read|copy; none
@@ -41,7 +43,11 @@ bench_state_replay; b8; vllm
 bench_paged_attention; P1 |P7 |X1 ; flash-attention-3
 bench_specialized_prefill; P12 ; jenga-plain
 """
-"""What has changed since a GPU timed it, where one found ours behind, and what none has timed."""
+"""Default list.
+
+It has the shapes that changed since a GPU timed them, those on which a GPU found us slower than a
+peer, and those that no GPU has timed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +55,10 @@ class Item:
     """One line of a list.
 
     Attributes:
-        benchmark: Its module in `perf`.
-        shapes: Parts of names, or ends of names where they end with "$"; "" is in every name.
-        peers: As `--peers` takes them.
+        benchmark: Name of the benchmark's module in `perf`.
+        shapes: Parts of shapes' names. A part that ends with "$" must be the end of the name, and
+            "" is in every name.
+        peers: Value of the benchmark's `--peers`.
     """
 
     benchmark: str
@@ -59,17 +66,17 @@ class Item:
     peers: str
 
     def wants(self, name: str) -> bool:
-        """Whether a shape is one of these."""
+        """Whether a shape belongs to this item."""
         return any(
             name.endswith(part[:-1]) if part.endswith("$") else part in name for part in self.shapes
         )
 
 
 def read_list(text: str) -> list[Item]:
-    """Items of a list's lines.
+    """Parse the lines of a list.
 
     Raises:
-        ValueError: A line has no three fields.
+        ValueError: A line does not have three fields.
     """
     items: list[Item] = []
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -77,7 +84,7 @@ def read_list(text: str) -> list[Item]:
         if len(fields) != 3:
             msg = f"a line must be 'benchmark; shapes; peers', got {line!r}"
             raise ValueError(msg)
-        # Names of shapes may end in blanks: D1 is not D13.
+        # A part may end in a blank, so that "D1 " does not match D13.
         shapes = tuple(fields[1].removeprefix(" ").split("|"))
         items.append(Item(benchmark=fields[0].strip(), shapes=shapes, peers=fields[2].strip()))
     return items
@@ -86,13 +93,13 @@ def read_list(text: str) -> list[Item]:
 def run(
     items: Sequence[Item], results: Path, *, seconds: float, is_dry: bool = False
 ) -> tuple[int, int]:
-    """Run items in order; those for which there is no time are named.
+    """Run items in order, and print the names of those for which no time is left.
 
     Returns:
-        How many items failed, and for how many there was no time.
+        Number of items that failed, and number of items for which no time was left.
 
     Raises:
-        SystemExit: A benchmark has lost this process its GPU.
+        SystemExit: A benchmark made the GPU unusable for this process.
     """
     started = time.monotonic()
     num_failed = num_left = 0
@@ -117,7 +124,7 @@ def run(
             try:
                 module = importlib.import_module(module_of(item.benchmark))
                 module.main(arguments + ["--dry-run"] * is_dry)
-            except Exception:  # the other benchmarks shall run
+            except Exception:  # the other benchmarks should still run
                 traceback.print_exc()
                 num_failed += 1
             if torch.cuda.is_available():
@@ -131,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a list from the command line.
 
     Returns:
-        0, 1 where a benchmark failed, `TIME_IS_UP` where some were not begun.
+        0, 1 if a benchmark failed, or `TIME_IS_UP` if some items were not begun.
     """
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.gpu_list",

@@ -1,31 +1,37 @@
-"""Run everything that needs a GPU, in pieces: native tests, benchmarks, the engine, sweeps.
+"""Run everything that needs a GPU, in pieces: kernel tests, benchmarks, engine tests, sweeps.
 
     python -m perf.gpu.gpu_session --results OUT [--minutes 9] [--bundle DIR:DIR --site SITE]
-    python -m perf.gpu.gpu_session --results OUT --resume EARLIER   # on another machine, later
-    python -m perf.gpu.gpu_session --results OUT --brief --kernels KERNELS.tar.xz   # in minutes
 
-Stages that ended before at this commit are not run again; what `--minutes` cuts short is run anew
-by the next call, a benchmark from the shape it was cut at. Rows go to OUT/<gpu>/<benchmark>.jsonl
-and OUT/<gpu>/tests.jsonl as they come, each with the machine's line, and what a stage printed to
-OUT/<gpu>/logs; `--archive FILE.tar.gz` keeps all of it in one file besides, written again after
-each stage and every half minute, which `--resume` takes too. PERF_COMMIT names the commit where the
-files are no checkout of it.
+    # Continue on another machine:
+    python -m perf.gpu.gpu_session --results OUT --resume EARLIER
 
-Tests run several at a time, on all cores (pytest-xdist is used where it is installed), and so does
-what the benchmarks have to compile; what is timed runs alone. A stage that takes far too long is
-stopped, counts as failed the second time, and holds up no other. Benchmarks come after the tests of
-their kernels; where one of those failed, the benchmark runs it again and refuses to time anything.
+    # The most important part, in a few minutes:
+    python -m perf.gpu.gpu_session --results OUT --brief --kernels KERNELS.tar.xz
 
-A whole session takes an hour. Where a GPU is lent for minutes, `--brief` runs all tests of kernels
-in one pytest, on all cores, and then `perf.gpu.gpu_list` in one process: start-up of Python and
-compiling would take all of them otherwise. `--kernels` are those of `perf.gpu.precompiled`; with
-them all tests of kernels took two minutes on 16 cores. `--tests` and `--list-file` name some of
-either.
+A stage that ended at this commit is not run again. If `--minutes` cuts a stage short, the next call
+runs it again, a benchmark from the shape at which it stopped.
 
-A machine needs torch, Triton and what tests run with: pytest, pytest-timeout, hypothesis; for the
-engine and the peers vLLM and the libraries. Where these cannot be installed, `--bundle` names the
-folders of an offline bundle, one of which holds its `unpack.sh`, and `--site` where to unpack it;
-parts that come later are unpacked by a later call.
+Rows are appended to OUT/<gpu>/<benchmark>.jsonl and OUT/<gpu>/tests.jsonl, each with the machine's
+line. Printed output goes to OUT/<gpu>/logs. `--archive FILE.tar.gz` additionally keeps all of OUT
+in one file. It is written after each stage and every half minute, and `--resume` accepts it too. If
+the files are not a git checkout, PERF_COMMIT must name the commit.
+
+Tests run several at a time on all cores, with pytest-xdist if it is installed. So do the
+compilations of the benchmarks. Timed stages run alone. A stage that exceeds its time limit is
+stopped, so that it delays no other. The second time it counts as failed. Benchmarks come after the
+tests of their kernels. If such a test failed, the benchmark runs it again and refuses to time
+anything.
+
+A whole session takes an hour. If a GPU is available only for minutes, use `--brief`. It runs all
+kernel tests in one pytest on all cores, and then `perf.gpu.gpu_list` in one process, because
+otherwise starting Python and compiling would take all the time. `--kernels` is an archive of
+`perf.gpu.precompiled`. With it, all kernel tests took two minutes on 16 cores. `--tests` and
+`--list-file` select some of the tests and benchmarks.
+
+A machine needs torch, Triton, pytest, pytest-timeout and hypothesis. The engine and the peers need
+vLLM and the peers' libraries. If these cannot be installed, `--bundle` names the folders of an
+offline bundle, one of which holds `unpack.sh`. `--site` is the folder to unpack it to. A later call
+unpacks parts that have been added.
 """
 
 import argparse
@@ -60,24 +66,24 @@ from perf.gpu.gpu_stages import (
 from perf.harness.timing import ROOT, commit_of, machine_line, machine_name
 
 NOT_BEGUN_SECONDS = 20
-"""With less time left no stage is begun: Python and torch take about that to start."""
+"""Least time left, in seconds, for a stage to begin: Python and torch take about that to start."""
 
 ARCHIVE_SECONDS = 30
-"""Between two archives while a stage runs."""
+"""Seconds between two archives while a stage runs."""
 
 NO_TESTS_COLLECTED = 5
-"""What pytest returns where every test of a file is marked otherwise."""
+"""Exit status of pytest if a file has no test with the selected marks."""
 
 OVER_LIMIT = 124
-"""Written for a stage that took longer than its own limit."""
+"""Exit status recorded for a stage that exceeded its own time limit."""
 
 LINES_SHOWN = 12
-"""Of the log of a stage that failed."""
+"""Number of lines shown from the log of a failed stage."""
 
 CORES_OF_A_STAGE = 4
 
 LIST_END_SECONDS = 20
-"""Before the end of a session, that a list begins no more shapes."""
+"""Seconds before the end of a session from which a list begins no more shapes."""
 
 TEST = r"(?:\S*/)?(?P<file>test_\w+)\.py::(?P<name>.*?)"
 ENDED = r"(?P<how>PASSED|FAILED|SKIPPED|ERROR)"
@@ -85,23 +91,23 @@ TEST_LINES = (
     re.compile(rf"\[gw\d+\] \[ *\d+%\] {ENDED} {TEST}\s*$"),
     re.compile(rf"{TEST} {ENDED}(?: \(.*\))?\s+\[ *\d+%\]$"),
 )
-"""Lines of `pytest -v`, with pytest-xdist and without."""
+"""Patterns of result lines of `pytest -v`, with pytest-xdist and without."""
 
 NAMES_SHOWN = 20
-"""Of tests that failed."""
+"""Largest number of failed tests whose names are shown."""
 NEEDED = ("pytest", "pytest_timeout", "hypothesis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a stage ended.
+    """Result of a stage.
 
     Attributes:
-        stage: Its name.
-        returncode: Of its command; None where time ran out.
-        seconds: It took.
-        commit: The commit it ran at.
-        machine: The machine's line.
+        stage: Name of the stage.
+        returncode: Exit status of its command. None means that the session's time was over.
+        seconds: Seconds that it took.
+        commit: Commit at which it ran.
+        machine: Line that describes the machine.
     """
 
     stage: str
@@ -112,21 +118,22 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it ended well."""
+        """Whether the stage ended without failures."""
         return self.returncode in (0, NO_TESTS_COLLECTED)
 
 
 class Session:
-    """The stages of one commit on one machine, and how each ended.
+    """Stages of one commit on one machine, and their results.
 
     Args:
-        folder: Where rows and logs of this machine go.
-        commit: What is tested.
-        machine: The machine's line.
-        site: Folder of an unpacked bundle, if there is one.
-        num_jobs: How many stages may run at once where none is timed.
-        kernels: Triton's cache, if it has kernels that were compiled before.
-        archive: Keeps the folder above `folder` in one file, if given.
+        folder: Folder of this machine's rows and logs.
+        commit: Commit that is tested.
+        machine: Line that describes the machine.
+        site: Folder of an unpacked bundle. None if there is none.
+        num_jobs: Number of stages that may run at once while none is timed.
+        kernels: Triton cache with kernels that were compiled before. None means Triton's default
+            cache.
+        archive: File that keeps the contents of `folder`'s parent. None means no archive.
     """
 
     def __init__(
@@ -152,7 +159,10 @@ class Session:
         self._lock = threading.Lock()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Get how each stage last ended at this commit, of those that ended."""
+        """Return the last result at this commit of each stage that has ended.
+
+        A stage that exceeded its time limit only once has not ended.
+        """
         if not self._rows.exists():
             return {}
         ended: dict[str, Outcome] = {}
@@ -169,7 +179,7 @@ class Session:
         return ended
 
     def run(self, planned: Sequence[Stage], *, seconds: float) -> bool:
-        """Run what has not ended yet, as far as the time goes.
+        """Run the stages that have not ended yet, as long as time is left.
 
         Returns:
             Whether every stage has ended.
@@ -207,7 +217,7 @@ class Session:
         print(text, flush=True)
 
     def _outcome(self, stage: Stage, timeout: float, *, returncode: int | None) -> Outcome:
-        """Run a stage; one that outlasts the timeout has the return code given."""
+        """Run a stage. If the timeout stops it, its result has the given return code."""
         command = [sys.executable, *stage.command]
         if stage.is_timed:
             command += ["--results", str(self.folder.parent)]
@@ -231,7 +241,7 @@ class Session:
                 if stage.is_list and returncode == TIME_IS_UP:
                     returncode = None
             else:
-                # Engines have children of their own.
+                # Engines start child processes, which must end too.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return Outcome(
@@ -279,7 +289,7 @@ class Session:
             part.replace(self.archive)
 
     def environment(self, *, sees_peers: bool) -> dict[str, str]:
-        """Get the variables a stage runs with."""
+        """Return the environment variables of a stage."""
         path = [str(ROOT)]
         if self.site is not None:
             path += [str(self.site)] + ([str(self.site / "peers")] if sees_peers else [])
@@ -288,14 +298,15 @@ class Session:
         settings = {} if self.site is None else dict(gpu_bundle.SETTINGS)
         if self.kernels is not None:
             settings["TRITON_CACHE_DIR"] = str(self.kernels)
-        # Compilers of peers would each take all cores, and more memory than there is.
+        # Each peer's compiler would use all cores, and together they would need more memory than
+        # there is.
         settings |= {"MAX_JOBS": str(CORES_OF_A_STAGE), "OMP_NUM_THREADS": "2"}
         settings["PYTHONUNBUFFERED"] = "1"
         return os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def tests_by_file(log: str) -> str:
-    """Say of each file how many tests passed and failed, and name those that failed."""
+    """Count passed and failed tests of each file, and name the failed ones."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     failed: list[str] = []
     for line in log.splitlines():
@@ -313,7 +324,7 @@ def tests_by_file(log: str) -> str:
 
 
 def summary(planned: Sequence[Stage], outcomes: dict[str, Outcome]) -> str:
-    """Say in a line how far the session is, and name what failed."""
+    """Return a line that counts ended and failed stages, and names the failed ones."""
     ended = [outcomes[stage.name] for stage in planned if stage.name in outcomes]
     failed = [outcome.stage for outcome in ended if not outcome.passed]
     text = f"{len(ended)} of {len(planned)} stages ended, {len(failed)} failed"
@@ -321,7 +332,7 @@ def summary(planned: Sequence[Stage], outcomes: dict[str, Outcome]) -> str:
 
 
 def take_up(earlier: Path, results: Path) -> None:
-    """Copy an earlier session's results, a folder or an archive, before going on from them."""
+    """Copy an earlier session's results, a folder or an archive, to continue from them."""
     if earlier.is_dir():
         shutil.copytree(earlier, results, dirs_exist_ok=True)
     else:
@@ -329,7 +340,7 @@ def take_up(earlier: Path, results: Path) -> None:
 
 
 def _stages_of(options: argparse.Namespace) -> list[Stage]:
-    """Get the stages of a brief session or a whole one."""
+    """Return the stages of a brief or a whole session."""
     has_xdist = find_spec("xdist") is not None
     if not options.brief:
         return stages(num_workers=CORES_OF_A_STAGE if options.jobs > 1 and has_xdist else 0)
@@ -345,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the session from the command line.
 
     Returns:
-        0 where all stages have passed, 1 where one failed, 2 where some are still to run.
+        0 if all stages passed, 1 if one failed, 2 if some are left to run.
     """
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.gpu_session",

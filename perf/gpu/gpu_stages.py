@@ -1,4 +1,4 @@
-"""What a session of GPU work runs, in the order of what it tells."""
+"""Stages of a session of GPU work, the most informative ones first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ BENCHMARKS = (
     "bench_pages",
     "bench_host_memory",
 )
-"""The longest are run by parts of their shapes' names."""
+"""Benchmarks. The longest ones run in several parts, selected by their shapes' names."""
 
 SWEEPS = ("sweep_page_size", "sweep_tokens_per_page", "sweep_attention_tiles")
 
@@ -43,7 +43,7 @@ HOST_BENCHMARKS = (
     "sweep_eviction",
     "sweep_host_memory",
 )
-"""Benchmarks that time the host alone, and so need no GPU's minutes."""
+"""Benchmarks that time only the host, and so need no time on a GPU."""
 
 COMPILED = (
     # FlashInfer compiles a module for each of these.
@@ -64,7 +64,10 @@ COMPILED = (
     ("bench_delta", "qwen3-next-80b-a3b tp2 f32 1x2048"),
     ("bench_delta", "kimi-linear-48b-a3b f32 1x2048"),
 )
-"""What peers compile for minutes: done on all cores before anything is timed."""
+"""Benchmarks and shapes whose peers compile for minutes.
+
+They are compiled on all cores before anything is timed.
+"""
 
 ENGINE_FIRST = (
     "test_hybrid_engine",
@@ -79,23 +82,29 @@ ENGINE_FIRST = (
     "test_fp8_cache",
     "test_host_memory",
 )
-"""Tests of engines that read most from real kernels."""
+"""Engine tests that exercise real kernels most."""
 
 SANITIZERS = ("memcheck", "racecheck")
-"""Tools of compute-sanitizer that look at a test or two of each operation."""
+"""Tools of compute-sanitizer that check a few tests of each operation."""
 
 TEST_LIMIT_SECONDS = 480
 SLOW_LIMIT_SECONDS = 1800
 BENCHMARK_LIMIT_SECONDS = 300
 TEST_HANGS_SECONDS = 300
-"""Tests of random batches compile most of them anew."""
+"""Seconds after which a test counts as hung.
+
+Tests with random batches compile most of their kernels.
+"""
 
 BRIEF_TEST_HANGS_SECONDS = 60
 MAX_PROCESSES_LOST = 40
-"""Of pytest-xdist's: a kernel that fails may take the GPU from its process."""
+"""Number of pytest-xdist processes that may be lost.
+
+A failing kernel may make the GPU unusable for its process.
+"""
 
 NEEDS_NO_GPU = "not compile and not few_instructions and not more_pages_than"
-"""Leaves out tests of kernels that compile alone, and those that want another memory."""
+"""Expression that deselects tests which only compile kernels, and those that need other memory."""
 
 BRIEF_TESTS, BRIEF_LIST = "all native tests", "list"
 """Names of the stages of a brief session."""
@@ -103,16 +112,17 @@ BRIEF_TESTS, BRIEF_LIST = "all native tests", "list"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One command, and whether it is a test.
+    """One command, and the way to run it.
 
     Attributes:
-        name: Names its row and its log.
-        command: What runs, without the interpreter.
-        is_test: Whether it runs tests, and not a benchmark.
-        is_timed: Whether it times something, so that nothing may run beside it.
-        is_list: Whether it runs a list of benchmarks, which it is told the time for.
-        sees_peers: Whether libraries to compare with are on the path: vLLM chooses others then.
-        limit_seconds: After which it is taken to hang.
+        name: Name of its row and of its log.
+        command: Arguments of the Python interpreter.
+        is_test: Whether it runs tests. Otherwise it runs a benchmark.
+        is_timed: Whether it times something, so that nothing else may run at the same time.
+        is_list: Whether it runs a list of benchmarks, which gets a time limit as an argument.
+        sees_peers: Whether libraries of peers are on the path. With them, vLLM chooses other
+            implementations.
+        limit_seconds: Seconds after which it counts as hung.
     """
 
     name: str
@@ -128,12 +138,12 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
     """List all stages in the order they run.
 
     Args:
-        root: Of the repository.
-        num_workers: Processes of one pytest; 0 where pytest-xdist is not used.
+        root: Folder of the repository.
+        num_workers: Number of processes of each pytest. 0 means that pytest-xdist is not used.
     """
     workers = ("-n", str(num_workers)) if num_workers else ()
-    # Warnings are errors in the tests, and other versions warn of other things. A test that waits
-    # for the GPU is stopped by another thread or not at all.
+    # Tests turn warnings into errors, and other versions of packages give other warnings. Only
+    # another thread can stop a test that waits for the GPU.
     limits = ("--timeout", str(TEST_HANGS_SECONDS), "--timeout-method", "thread")
     options = ("-q", "-W", "default", "--durations", "5", *limits, *workers)
 
@@ -195,13 +205,13 @@ def brief_stages(
     test_seconds: float,
     num_workers: int,
 ) -> list[Stage]:
-    """List the two stages of a session of minutes: all tests in one pytest, then a list.
+    """List the two stages of a session of a few minutes: all tests in one pytest, then a list.
 
     Args:
-        tests: Files of tests of kernels, without `test_` and `.py`; all where there are none.
-        list_path: What `perf.gpu.gpu_list` reads; None for its own list.
-        test_seconds: For the tests.
-        num_workers: Processes of pytest; fewer than two where pytest-xdist is not used.
+        tests: Names of files of kernel tests, without `test_` and `.py`. Empty means all.
+        list_path: File that `perf.gpu.gpu_list` reads. None means its own list.
+        test_seconds: Time limit of the tests, in seconds.
+        num_workers: Number of pytest processes. Below 2, pytest-xdist is not used.
     """
     options = ["-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
     options += ["--timeout", str(BRIEF_TEST_HANGS_SECONDS), "--timeout-method", "thread"]

@@ -1,15 +1,24 @@
-"""Kernels compiled ahead for a GPU that is lent for minutes, on a machine without one.
+"""Compile kernels on a machine without a GPU, for use on a GPU that is borrowed for minutes.
 
     EMULATED_GPU=90 python -m perf.gpu.precompiled FOLDER tests/kernels/test_kv_store.py ...
-    python -m perf.gpu.precompiled FOLDER --list          # what `perf.gpu.gpu_list` launches, of
-    ours python -m perf.gpu.precompiled FOLDER --list LIST --peers      # of a list, and of peers in
-    Triton python -m perf.gpu.precompiled FOLDER --pack KERNELS.tar.xz
-    python -m perf.gpu.precompiled CACHE --unpack KERNELS.tar.xz      # there, before all else
 
-Tests and benchmarks run with launches that compile and do nothing, so that tests fail; what was
-compiled is packed without its texts. A cache's places are named after Triton's own files, which
-differ from one Python to the next, and so are packed by what else names them: the machines need one
-release of Triton, with its assembler, and may have different Pythons.
+    # Our kernels that `perf.gpu.gpu_list` launches:
+    python -m perf.gpu.precompiled FOLDER --list
+
+    # Kernels of a list, with those of the peers that use Triton:
+    python -m perf.gpu.precompiled FOLDER --list LIST --peers
+
+    python -m perf.gpu.precompiled FOLDER --pack KERNELS.tar.xz
+
+    # On the machine with the GPU, before anything else:
+    python -m perf.gpu.precompiled CACHE --unpack KERNELS.tar.xz
+
+Tests and benchmarks run here with launches that compile and then do nothing, so the tests fail. The
+compiled kernels are packed without their intermediate sources.
+
+Triton names the places in its cache after its own files, among other things. These files differ
+between versions of Python, so the archive names kernels by the other things only. Both machines
+need the same release of Triton with its assembler, but may have different versions of Python.
 """
 
 import argparse
@@ -28,25 +37,28 @@ from pathlib import Path
 from typing import Any
 
 TRITONS_OWN = "<triton>"
-"""Stands in the names of packed kernels for what Triton calls itself."""
+"""Placeholder for Triton's own part of a key (`triton_key`) in the names of packed kernels."""
 
 LARGE_ELEMENTS = 1 << 22
 
 FILTER = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 29}
-"""Kernels of one name differ in little, and may lie far apart."""
+"""Compression filter with a large dictionary.
+
+Kernels with the same name differ little, and may be far apart in the archive.
+"""
 
 KEYS = "keys.jsonl"
-"""File of a folder of compiled kernels with what they are filed under, a line each."""
+"""File with the cache keys of a folder's compiled kernels, one per line."""
 
 
 def place_of(key: str) -> str:
-    """Folder of a cache that Triton files a key's kernel in."""
+    """Return the name of the cache folder in which Triton stores the kernel of a key."""
     digest = hashlib.sha256(key.encode()).digest()
     return base64.b32encode(digest).decode().rstrip("=")
 
 
 def compile_alone(folder: Path) -> None:
-    """From now on have this process compile for Hopper into a folder, and launch nothing."""
+    """From now on, compile for Hopper into a folder in this process, and launch nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
     from triton.compiler import compiler
@@ -64,7 +76,7 @@ def compile_alone(folder: Path) -> None:
         return key
 
     class NoLaunch:
-        """What Triton calls to launch a kernel."""
+        """A replacement for the object that launches a kernel. It does nothing."""
 
         def __init__(self, *_: object) -> None:
             pass
@@ -78,16 +90,16 @@ def compile_alone(folder: Path) -> None:
 
 
 def compile_tests(tests: Sequence[str]) -> None:
-    """Run tests of kernels for what they compile."""
+    """Run kernel tests in order to compile their kernels."""
     import pytest
 
-    # A test whose kernels did nothing fails, and is of no interest.
+    # Tests fail because their kernels did nothing. Their results do not matter.
     options = ["-q", "--tb=no", "-W", "default", "-m", "not slow", "-p", "no:cacheprovider"]
     pytest.main([*options, *tests])
 
 
 def tune_by_order() -> None:
-    """Have what Triton tunes compile every choice and take the first."""
+    """Let Triton's autotuner compile every configuration and choose the first one that fits."""
     from triton.runtime.autotuner import Autotuner, OutOfResources
 
     def compile_choice(
@@ -106,11 +118,11 @@ def tune_by_order() -> None:
 
 
 def compile_list(text: str | None = None, *, with_peers: bool = False) -> None:
-    """Run benchmarks for what they compile, on tensors never written.
+    """Run benchmarks in order to compile their kernels, on tensors without defined contents.
 
     Args:
-        text: What `perf.gpu.gpu_list` reads; None: its own list.
-        with_peers: Compile vLLM's kernels too, all that it tunes among.
+        text: List in the format of `perf.gpu.gpu_list`. None means its own list.
+        with_peers: Whether to compile vLLM's kernels too, with all their autotuning configurations.
     """
     if with_peers:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -125,7 +137,7 @@ def compile_list(text: str | None = None, *, with_peers: bool = False) -> None:
     from perf.shapes import attention_shapes
 
     def unwritten(make: Any) -> Any:  # noqa: ANN401
-        """Tensors that take seconds to fill, and the memory, stay as they are."""
+        """Leave large tensors unwritten, because filling them takes seconds and memory."""
 
         def made(*shape: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
             sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -153,7 +165,7 @@ def compile_list(text: str | None = None, *, with_peers: bool = False) -> None:
     items = [
         dataclasses.replace(
             item,
-            # What is ours under a peer's name is compiled in any case.
+            # Our own kernels that are listed as peers are compiled in any case.
             peers=",".join(
                 peer for peer in item.peers.split(",") if with_peers or peer.startswith("jenga")
             ),
@@ -165,7 +177,7 @@ def compile_list(text: str | None = None, *, with_peers: bool = False) -> None:
 
 
 def _likeness(item: tuple[str, bytes]) -> tuple[bool, str, int]:
-    """Orders files so that those stand together that have most in common."""
+    """Return a sort key that puts similar files next to each other."""
     place, content = item
     name = place.split("/", 1)[1]
     return name.endswith(".cubin"), name, len(content)
@@ -175,7 +187,7 @@ def pack(folder: Path, archive: Path) -> int:
     """Pack compiled kernels.
 
     Returns:
-        How many.
+        Number of kernels.
     """
     keys = {json.loads(line) for line in (folder / KEYS).read_text().splitlines()}
     files: dict[str, bytes] = {}
@@ -196,15 +208,15 @@ def pack(folder: Path, archive: Path) -> int:
 
 
 def unpack(archive: Path, cache: Path, *, tritons_own: str | None = None) -> int:
-    """Unpack kernels into a cache under the names that this machine's Triton looks for.
+    """Unpack kernels into a cache, under the names that this machine's Triton looks for.
 
     Args:
-        archive: Of `pack`.
-        cache: TRITON_CACHE_DIR of what will run.
-        tritons_own: What Triton calls itself here; None asks it.
+        archive: Archive made by `pack`.
+        cache: TRITON_CACHE_DIR of the programs that will use the kernels.
+        tritons_own: This machine's `triton_key()`. None means to ask Triton.
 
     Returns:
-        How many.
+        Number of kernels.
     """
     if tritons_own is None:
         from triton.runtime.cache import triton_key

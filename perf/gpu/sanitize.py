@@ -2,9 +2,9 @@
 
 python -m perf.gpu.sanitize memcheck|racecheck|synccheck|initcheck [--workers 14]
 
-With workers each test has a process of its own, so many at a time: most of the time is Python's
-start. Where there is no such program, or it does not support the machine, that is said and 5
-returned, as by pytest where it finds no tests.
+With several workers each test has a process of its own, and that many run at a time. This is
+faster, because most of the time is Python's start. If compute-sanitizer is missing, or does not
+support the machine, the program says so and returns 5, like pytest when it finds no tests.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from perf.harness.timing import ROOT
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 FOUND_ERRORS = 9
-"""What compute-sanitizer returns where it found something."""
+"""Exit status of compute-sanitizer when it found errors."""
 
 NOTHING_DONE = 5
 
@@ -83,7 +83,7 @@ SMALL_TESTS = {
         "in_16_bits_keeps_what_it_would_end_with[channels]",
     ),
 }
-"""Operation -> a test or two of it, in bfloat16 and float8 where it has them."""
+"""Operation -> a few tests of it, in bfloat16 and, if it supports them, in float8."""
 
 OTHER_TESTS = (
     "slot_scales.py::test_kv_store_scales_each_head_of_each_slot[torch.bfloat16-torch.int8-head_major]",
@@ -92,11 +92,11 @@ OTHER_TESTS = (
     "slot_scales.py::test_paged_attention_reads_slots_with_scales[mixed-torch.bfloat16-torch.uint8]",
     "pages.py::test_page_copy_copies_whole_pages_and_nothing_else",
 )
-"""Tests of files that are not named after their operation."""
+"""Tests in files that are not named after their operation."""
 
 
 def small_tests() -> list[str]:
-    """Names of these tests for pytest."""
+    """Return the names of these tests for pytest."""
     tests = [
         f"{name}.py::test_{name}_{test}" for name, some in SMALL_TESTS.items() for test in some
     ]
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
 
     def run(tests: list[str]) -> tuple[int, str]:
-        # Each tensor has an allocation of its own, so that what is past its end is found.
+        # Each tensor gets an allocation of its own, so that accesses past its end are found.
         done = subprocess.run(
             [*command, *tests],
             cwd=ROOT,

@@ -1,1 +1,1 @@
-"""What benchmarks share: timing, the machine, compiled kernels and their limits."""
+"""Common code of benchmarks: timing, the machine, compiled kernels and their limits."""

@@ -1,4 +1,4 @@
-"""Kernels that launches would run on an H200, compiled and counted without one: ours and vLLM's."""
+"""Compile and count the kernels of launches as on an H200, without one. They may be vLLM's too."""
 
 import math
 import sys
@@ -16,7 +16,10 @@ REGISTERS = 65536
 SHARED_BYTES = 228 << 10
 MAX_WARPS = 64
 MAX_PROGRAMS = 32
-"""Of an H200, and of one of its processors, from the CUDA programming guide."""
+"""Limits of an H200's compute capability and of one of its processors (SMs).
+
+The source is the CUDA programming guide.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +27,12 @@ class Counted:
     """A kernel that a launch compiled.
 
     Attributes:
-        num_programs: Of the launch.
-        constants: Integers that the kernel was compiled for, by argument.
+        name: Name of the kernel.
+        num_warps: Number of warps of a program.
+        shared_bytes: Shared memory of a program, in bytes.
+        code: The compiled instructions and resources.
+        num_programs: Number of programs of the launch.
+        constants: Argument -> integer that the kernel was compiled for.
     """
 
     name: str
@@ -37,7 +44,7 @@ class Counted:
 
     @property
     def programs_per_processor(self) -> int:
-        """How many programs a processor holds at once, by registers, shared memory and warps."""
+        """Number of programs that a processor holds, by registers, shared memory and warps."""
         registers = -(-self.code.registers // 8) * 8 * 32 * self.num_warps
         shared = self.shared_bytes + 1024
         return min(
@@ -49,7 +56,10 @@ class Counted:
 
     @property
     def body(self) -> tuple[str, ...]:
-        """The loop over keys, or all of a kernel that has none."""
+        """Instructions of the loop over keys, or of the whole kernel if it has no such loop.
+
+        A main loop that loads less than 1/16 of the kernel's bytes does not count as such a loop.
+        """
         loop = self.code.main_loop
         return (
             loop
@@ -59,27 +69,27 @@ class Counted:
 
     @property
     def read_kib(self) -> float:
-        """KiB that a program loads in the body."""
+        """KiB that one program loads in one pass of the body."""
         return loaded_bytes(self.body) * 32 * self.num_warps / 1024
 
     @property
     def per_kib(self) -> float:
-        """Instructions of all warps of a program for a KiB it loads in the body."""
+        """Instructions that all warps of a program issue for each KiB loaded in the body."""
         return len(self.body) * self.num_warps / self.read_kib
 
 
 def kinds(instructions: tuple[str, ...]) -> str:
-    """How many instructions there are of each kind, the most first."""
+    """Format the number of instructions of each kind, the most frequent first."""
     return "  ".join(f"{kind} {number}" for kind, number in count(instructions).most_common())
 
 
 def show_vllm_a_gpu() -> None:
-    """Have vLLM's CPU build define its Triton kernels and choose their tiles for an H200."""
+    """Let vLLM's CPU build define its Triton kernels and choose their tiles as on an H200."""
     from vllm import platforms
 
     platforms.vllm_version_matches_substr = lambda _text: False
-    # The build for GPUs has operations that its description of a platform and layers load. `_C` of
-    # the CPU build is for AVX-512 alone: elsewhere loading it ends the process.
+    # The GPU build has operations that its platform description and its layers load. The CPU
+    # build's `_C` requires AVX-512: on other CPUs loading it ends the process.
     for name in ("vllm._C", "vllm._C_stable_libtorch"):
         sys.modules[name] = ModuleType(name)
     attention = ModuleType("vllm.vllm_flash_attn")
@@ -109,7 +119,7 @@ def show_vllm_a_gpu() -> None:
 
     platforms._current_platform = H200()
     platform_utils.is_pin_memory_available.cache_clear()
-    # Its kernels of the gated delta rule ask PyTorch.
+    # vLLM's kernels of the gated delta rule ask PyTorch for the GPU's properties.
     torch.cuda.get_device_name = lambda _device=0: NAME
     torch.cuda.get_device_capability = lambda _device=0: divmod(CAPABILITY, 10)
     torch.cuda.get_device_properties = lambda _device=0: SimpleNamespace(
@@ -121,12 +131,12 @@ def compiled_by(
     prepare: Callable[[], Callable[[], object]],
     cost: Callable[[Counted], float] = lambda kernel: len(kernel.code.instructions),
 ) -> list[Counted]:
-    """The kernels that a launch, and what prepares it, would run.
+    """Return the kernels that a launch and its preparation would run.
 
     Args:
-        prepare: Gives the launch.
-        cost: What decides between the tiles that a kernel is tuned among, where nothing is timed:
-            the least of those without spills.
+        prepare: Function that prepares and returns the launch.
+        cost: Function that replaces timing in autotuning. Among the tiles without register spills,
+            those with the least cost are chosen.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -162,7 +172,7 @@ def compiled_by(
         return [cost(counted) if counted.code.stack_bytes == 0 else math.inf]
 
     def forget(_self: Autotuner, _key: object, _configs: object, bench: Callable[[], None]) -> bool:
-        # On disk they would pass for times, where a GPU is.
+        # On a machine with a GPU, costs stored on disk would later be taken for measured times.
         bench()
         return False
 

@@ -1,18 +1,18 @@
-"""How a benchmark's rows compare with their peers as a whole."""
+"""Compare the rows of a whole benchmark with its peers."""
 
 import json
 import statistics
 from pathlib import Path
 
 GROUPS = {"D": "decode", "P": "prefill"}
-"""First letter of a row of the goal table -> what such rows time."""
+"""First letter of a row of the goal table -> the kind of step that such rows time."""
 
 
 def geometric_means(path: Path, commit: str) -> str:
-    """Geometric means of peers' times over ours, of the rows of one commit; a line each.
+    """Return geometric means of peers' times over ours, for the rows of one commit; one line each.
 
-    "best peer" takes the fastest peer of each shape. A peer's mean is over the shapes that it ran,
-    and its line says how many these are.
+    For "best peer" the fastest peer of each shape counts. The mean of a single peer covers the
+    shapes that it ran, and its line has their number.
     """
     times_us: dict[str, dict[str, float]] = {}  # shape -> implementation -> latest median
     for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What a machine is, without torch: no CUDA context, no seconds of imports."""
+"""Describe a machine without torch: this creates no CUDA context, and spares seconds of imports."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ GPU_FIELDS = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit
 
 
 def output_of(*command: str) -> str:
-    """Get what a command prints; nothing where it fails or does not exist."""
+    """Return a command's output; empty if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except (FileNotFoundError, PermissionError):
@@ -20,7 +20,7 @@ def output_of(*command: str) -> str:
 
 
 def module_of(benchmark: str) -> str:
-    """Get the dotted name of a benchmark's module, whichever folder of `perf` has it.
+    """Return the dotted name of a benchmark's module, in whichever folder of `perf` it is.
 
     Raises:
         ValueError: No folder has it, or several have.
@@ -33,7 +33,10 @@ def module_of(benchmark: str) -> str:
 
 
 def commit_of(root: Path = ROOT) -> str:
-    """Name what is measured: PERF_COMMIT, for copies that are no checkout, or what git says."""
+    """Return the name of the measured commit: PERF_COMMIT if it is set, else git's description.
+
+    PERF_COMMIT is for copies of the files that are not a git checkout.
+    """
     given = os.environ.get("PERF_COMMIT")
     if given:
         return given
@@ -41,19 +44,19 @@ def commit_of(root: Path = ROOT) -> str:
 
 
 def gpu_state() -> str:
-    """Get the first GPU's name, driver, clocks and power limit; nothing where there is no GPU."""
+    """Return the first GPU's name, driver, clocks and power limit; empty without a GPU."""
     lines = output_of("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader")
     return lines.splitlines()[0] if lines else ""
 
 
 def gpu_name() -> str:
-    """Get the first GPU's name as folders of results have it; "cpu" where there is none."""
+    """Return the first GPU's name as folders of results use it; "cpu" without a GPU."""
     name = gpu_state().split(",")[0].strip()
     return name.lower().removeprefix("nvidia ").replace(" ", "-") if name else "cpu"
 
 
 def describe() -> str:
-    """Get a line that names the machine."""
+    """Return a line that describes the machine."""
     state = gpu_state()
     if state:
         return f"{GPU_FIELDS} = {state}"
@@ -61,6 +64,6 @@ def describe() -> str:
 
 
 def used_gpu_bytes() -> int | None:
-    """Get bytes of the first GPU in use by anyone; None where there is no GPU."""
+    """Return the bytes of the first GPU that any process uses; None without a GPU."""
     lines = output_of("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     return int(lines.splitlines()[0]) << 20 if lines else None

@@ -1,6 +1,6 @@
-"""What a compiled kernel consists of: registers, and the instructions of its loops by kind.
+"""Take a compiled kernel apart: its registers, and the instructions of its loops by kind.
 
-The tools that Triton brings along take a binary apart; no GPU is needed.
+The binary tools that come with Triton are used, so no GPU is needed.
 """
 
 import re
@@ -25,19 +25,25 @@ KINDS = {
     "move": r"U?MOV|IMAD\.MOV|IMAD\.U32|R2UR|CS2R|S2U?R",
     "integer": r"U?(I|LEA|LOP|SHF|VI|PRMT|SGXT|BMSK|FLO|POPC)",
 }
-"""Kind -> how its instructions begin, from CUDA's list of those of compute capability 9.0."""
+"""Kind -> pattern of the beginning of its instructions.
+
+The source is CUDA's instruction list for compute capability 9.0.
+"""
 
 
 NUM_PROCESSORS = 132
-"""Of an H200."""
+"""Number of processors (SMs) of an H200."""
 
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Compute capability -> shared memory of one program at most, from the CUDA programming guide."""
+"""Compute capability -> largest shared memory of one program, in bytes.
+
+The source is the CUDA programming guide.
+"""
 
 
 class PretendedGpu:
-    """As much of a Triton driver as compiling asks for, on a machine without a GPU."""
+    """The part of a Triton driver that compiling needs, for a machine without a GPU."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -46,39 +52,41 @@ class PretendedGpu:
         self.utils = self
 
     def get_current_target(self) -> object:
-        """What to compile for."""
+        """Return the target to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
-        """The only GPU."""
+        """Return the index of the only GPU."""
         return 0
 
     def get_active_torch_device(self) -> object:
-        """Where the tensors of its launches are."""
+        """Return the device of the tensors in launches."""
         import torch
 
         return torch.device("cpu")
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        """What tiles depend on besides."""
+        """Return the other properties that the choice of tiles depends on."""
         shared_bytes = SHARED_BYTES[self.target.arch]
         return {"multiprocessor_count": NUM_PROCESSORS, "max_shared_mem": shared_bytes}
 
     def get_current_stream(self, _device: int) -> int:
-        """The only stream."""
+        """Return the only stream."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCode:
-    """A kernel's binary, taken apart.
+    """A kernel's disassembled binary.
 
     Attributes:
-        registers: Of a thread.
-        stack_bytes: Of a thread; what does not fit into registers.
-        instructions: All of them, without predicates.
-        loops: Instructions of each loop that holds no other one.
-        product_loop: Of the shortest loop with matrix products, without those of loops in it.
+        registers: Number of registers of a thread.
+        stack_bytes: Stack and local memory of a thread, in bytes: values that do not fit in
+            registers.
+        instructions: All instructions, without predicates.
+        loops: Instructions of each innermost loop.
+        product_loop: Instructions of the shortest loop with matrix products, without those of the
+            loops inside it.
     """
 
     registers: int
@@ -89,12 +97,12 @@ class MachineCode:
 
     @property
     def num_lost_descriptors(self) -> int:
-        """How many matrix products have operands at no place that the program means."""
+        """Number of matrix products with a wrong operand address; see `num_lost_descriptors`."""
         return num_lost_descriptors(self.instructions)
 
     @property
     def main_loop(self) -> tuple[str, ...]:
-        """Of those loops the shortest with matrix products; if there is none, the product loop."""
+        """The shortest innermost loop with matrix products; the product loop if there is none."""
 
         def weight(loop: tuple[str, ...]) -> tuple[int, int]:
             counts = count(loop)
@@ -107,9 +115,10 @@ class MachineCode:
 
 
 def beside_products(loop: tuple[str, ...]) -> tuple[str, ...]:
-    """What runs in a loop while its last matrix products do: from their start to the wait for all.
+    """Return the instructions that run while the last asynchronous matrix products of a loop do.
 
-    Of asynchronous products alone; without any there is nothing.
+    They are those between the start of these products and the wait for all products. Without
+    asynchronous products the result is empty.
     """
     products = [index for index, line in enumerate(loop) if line.startswith("HGMMA")]
     waits = [
@@ -121,7 +130,7 @@ def beside_products(loop: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def count(instructions: tuple[str, ...]) -> Counter[str]:
-    """How many instructions there are of each of `KINDS`, and of "other"."""
+    """Count the instructions of each of `KINDS`, and of the kind "other"."""
     return Counter(
         next((kind for kind, text in KINDS.items() if re.match(text, line)), "other")
         for line in instructions
@@ -129,23 +138,23 @@ def count(instructions: tuple[str, ...]) -> Counter[str]:
 
 
 DESCRIPTOR_WORDS = {0x40000040, 0x80000020, 0xC0000010}
-"""Upper words of descriptors of tiles in shared memory, of which a product reads an operand."""
+"""Upper words of matrix descriptors: they describe operand tiles in shared memory."""
 
 OF_ZERO = re.compile(r"(I?MOV|IMAD\.MOV|IMAD\.X|CS2R|IADD3\.X|UMOV|UIADD3\.X)\b.*\b[SU]?RZ\b")
-"""What leaves zero, or a carry, in a register."""
+"""Pattern of instructions that leave zero, or a carry, in a register."""
 
 REGISTER = re.compile(r"\bU?R\d+")
-"""A thread's, or a warp's."""
+"""Pattern of a register: R of a thread, or UR of a warp."""
 
 
 def num_lost_descriptors(instructions: tuple[str, ...]) -> int:
-    """Count sums that make a descriptor of what a register happens to hold.
+    """Count the descriptors that are computed from a register without a defined value.
 
-    Where a product of Hopper reads an operand by parts, the descriptor of each is the first's plus
-    a constant of 64 bits; below its upper word stands zero. ptxas 12.8, which Triton 3.6 and 3.7
-    bring along, has been seen to lose that zero and the address with it: it adds the constant to
-    registers that something else has been loaded into, a thread's or a warp's. Such a product reads
-    anywhere in shared memory, or past its end.
+    A product on Hopper may read an operand in parts. The descriptor of each part is the first one's
+    plus a constant of 64 bits, and the register below the upper word must hold zero. ptxas 12.8,
+    which comes with Triton 3.6 and 3.7, sometimes loses that zero, and the address with it. It then
+    adds the constant to registers of a thread or a warp into which something else was loaded. Such
+    a product reads anywhere in shared memory, or past its end.
     """
     found = 0
     written: dict[str, str] = {}
@@ -170,7 +179,10 @@ def _word(operand: str) -> int | None:
 
 
 def _written(name: str, operands: list[str]) -> list[str]:
-    """Registers that an instruction writes, as far as they are not a product's."""
+    """Return the registers that an instruction writes.
+
+    Those that a matrix product writes are left out.
+    """
     if name.startswith(("ST", "RED", "BAR", "BRA", "ISETP", "FSETP", "UISETP", "UT", "LDGSTS")):
         return []
     target = next((operand for operand in operands if not re.match(r"U?P(T|\d)", operand)), "")
@@ -183,7 +195,7 @@ def _written(name: str, operands: list[str]) -> list[str]:
 
 
 def loaded_bytes(instructions: tuple[str, ...]) -> int:
-    """Bytes that one thread loads from global memory in these instructions."""
+    """Return the bytes that one thread loads from global memory in these instructions."""
     return sum(_width(line) for line in instructions if re.match(r"LDG|LD\.", line))
 
 
@@ -193,7 +205,7 @@ def _width(instruction: str) -> int:
 
 
 def take_apart(cubin: bytes) -> MachineCode:
-    """Get the instructions and resources of a binary with one kernel."""
+    """Return the instructions and resources of a binary that has one kernel."""
     import triton
 
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -226,18 +238,18 @@ def take_apart(cubin: bytes) -> MachineCode:
 
 
 def _loops(instructions: list[str], labels: dict[str, int]) -> set[tuple[int, int]]:
-    """Ranges of instructions that end with a branch to their first one."""
+    """Return the ranges of instructions that end with a branch to their first one."""
     ranges: set[tuple[int, int]] = set()
     for index, line in enumerate(instructions):
         target = re.match(r"BRA\b.*`\((\.L\w+)\)", line)
-        # A branch to itself fills the space after the end.
+        # A branch to itself only fills the space after the end.
         if target and labels.get(target[1], index) < index:
             ranges.add((labels[target[1]], index + 1))
     return ranges
 
 
 def _inner_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """Ranges of instructions that end with a branch to their first one, and hold no other such."""
+    """Return the ranges of `_loops` that hold no other range."""
     ranges = _loops(instructions, labels)
     return sorted(
         outer
@@ -249,7 +261,7 @@ def _inner_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[
 
 
 def _product_loop(instructions: list[str], labels: dict[str, int]) -> tuple[str, ...]:
-    """Instructions of the shortest loop with matrix products, without those of loops in it."""
+    """Return the instructions of the shortest loop with matrix products, without inner loops."""
     ranges = _loops(instructions, labels)
     holding = [
         (end - start, start, end)

@@ -1,10 +1,11 @@
 # ruff: noqa: ANN001, ANN202, N803, PLR0917 - kernels are not Python functions
-"""Measure what the memory of a GPU gives: reading, copying, and reading runs scattered over pages.
+"""Measure the memory bandwidth of a GPU: reading, copying, and reading runs scattered over pages.
 
 python -m perf.harness.roofline [--only read] [--dry-run]
 
-The rows "hop R every H over P" read runs of R bytes, one from every H bytes, in random order over a
-pool of P bytes: what a paged layer costs where its part of a page is R bytes long.
+The rows "hop R every H over P" read runs of R bytes in random order. There is one run in every H
+bytes of a pool of P bytes. This is the access pattern of a paged layer whose part of a page is R
+bytes long.
 """
 
 import torch
@@ -31,7 +32,7 @@ def _read_kernel(
     num_words: tl.int64,
     BLOCK: tl.constexpr,
 ):
-    """Program p adds up every num_programs-th block of words, from block p on."""
+    """Sum blocks of words. Program p takes every num_programs-th block, beginning with block p."""
     total = tl.full([BLOCK], 0, tl.int32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -51,7 +52,7 @@ def _hop_kernel(
     RUN: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
 ):
-    """Program p adds up the first RUN words of every num_programs-th group of pages."""
+    """Sum the first RUN words of pages. Program p takes every num_programs-th group of pages."""
     total = tl.full([BLOCK_RUNS, RUN], 0, tl.int32)
     for start in range(tl.program_id(0) * BLOCK_RUNS, num_runs, tl.num_programs(0) * BLOCK_RUNS):
         runs = start + tl.arange(0, BLOCK_RUNS)
@@ -85,10 +86,10 @@ def measure_plain(benchmark: Benchmark, num_bytes: int, num_programs: int) -> No
 
 
 def measure_matmul(benchmark: Benchmark, size: int) -> None:
-    """Add the row "matmul": a product of two square matrices in bfloat16, by torch."""
+    """Add the row "matmul": torch's product of two square bfloat16 matrices."""
     if not benchmark.wants_shape("matmul"):
         return
-    # Random numbers: a GPU draws less power, and clocks higher, on ones or zeros.
+    # With ones or zeros a GPU would draw less power, and clock higher, than with random numbers.
     left, right = torch.randn(2, size, size, device=benchmark.device).bfloat16()
     out = torch.empty_like(left)
     timing = benchmark.measure(lambda: torch.matmul(left, right, out=out))
@@ -99,7 +100,7 @@ def measure_matmul(benchmark: Benchmark, size: int) -> None:
 def measure_hops(
     benchmark: Benchmark, run_bytes: int, hop_bytes: int, pool_bytes: int, num_programs: int
 ) -> None:
-    """Add the row of one run length, distance and pool."""
+    """Add the row of one run length, distance between runs, and pool size."""
     name = f"hop {_size(run_bytes)} every {_size(hop_bytes)} over {_size(pool_bytes)}"
     if run_bytes > hop_bytes or not benchmark.wants_shape(name):
         return

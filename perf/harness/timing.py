@@ -1,9 +1,9 @@
-"""What all benchmarks share: tests first, one way to time, rows, one table.
+"""Common parts of all benchmarks: tests first, one way to measure time, rows, one table.
 
-A benchmark first runs its operation's tests and stops if one fails. A time is that of one launch of
-the operation in a CUDA graph, with the L2 cache emptied by reading before each replay. Rows go to
-`results/<gpu>/<benchmark>.jsonl` as they come, one a line, and are printed in the end as one table
-under a line that names the machine.
+A benchmark first runs its operation's tests, and stops if one fails. A time is that of one launch
+of the operation in a CUDA graph. Before each replay, reading a large buffer empties the L2 cache.
+Rows are appended to `results/<gpu>/<benchmark>.jsonl` as they are measured, one per line. At the
+end they are printed as one table, under a line that describes the machine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import triton
 from perf.harness.machine import ROOT, commit_of, module_of, output_of
 
 FLUSH_BYTES = 512 << 20
-"""Read before each timed launch; several times the largest L2 cache."""
+"""Bytes that are read before each timed launch: several times the largest L2 cache."""
 
 NUM_WARM_UPS = 3
 NUM_REPEATS = 50
@@ -31,7 +31,7 @@ NUM_REPEATS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Quantiles of the time of one launch."""
+    """Quantiles of the time of one launch, in microseconds."""
 
     p20_us: float
     p50_us: float
@@ -43,12 +43,12 @@ class Row:
     """One measurement.
 
     Attributes:
-        shape: The shape's name.
+        shape: Name of the shape.
         implementation: "jenga" or a peer.
-        timing: Its time.
-        num_bytes: Fewest bytes the operation must move.
-        num_flops: Floating-point operations it must do.
-        details: What else the row records.
+        timing: Time of the launch.
+        num_bytes: Least number of bytes that the operation must move.
+        num_flops: Number of floating-point operations that it must do.
+        details: Further fields of the row.
     """
 
     shape: str
@@ -60,12 +60,12 @@ class Row:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes over the median time."""
+        """Rate of `num_bytes` at the median time."""
         return self.num_bytes / self.timing.p50_us / 1e3
 
     @property
     def teraflops(self) -> float:
-        """Operations over the median time."""
+        """Rate of `num_flops` at the median time."""
         return self.num_flops / self.timing.p50_us / 1e6
 
 
@@ -73,17 +73,17 @@ class Benchmark:
     """One run of one benchmark: its options, its machine and its rows.
 
     Args:
-        name: The file of results.
-        description: What `--help` says.
-        tests: Test files that must pass first, from the repository's root.
-        arguments: The command line; None takes the process's.
-        configure: Adds options of its own.
+        name: Name of the benchmark's module and of its file of rows.
+        description: Text of `--help`.
+        tests: Test files that must pass first, relative to the repository's root.
+        arguments: Command line. None means that of the process.
+        configure: Function that adds the benchmark's own options.
 
     Attributes:
-        parser: Of the command line.
-        options: What it says.
-        machine: The machine's line.
-        path: The file of the rows.
+        parser: Parser of the command line.
+        options: Parsed options.
+        machine: Line that describes the machine.
+        path: File of the rows.
     """
 
     def __init__(
@@ -153,18 +153,18 @@ class Benchmark:
             self._run_tests(left)
 
     def wants_peer(self, name: str) -> bool:
-        """Whether an implementation beside ours shall be measured."""
+        """Whether a peer should be measured."""
         return self.options.peers == "all" or name in self.options.peers.split(",")
 
     def wants_shape(self, name: str) -> bool:
-        """Whether a shape shall be measured."""
+        """Whether a shape should be measured."""
         return self.options.only in name and name not in self._ended
 
     def measure(self, launch: Callable[[], object]) -> Timing:
-        """Time one call that launches GPU work and allocates nothing that outlives it.
+        """Time one call that launches GPU work, and whose allocations do not outlive it.
 
         Raises:
-            RuntimeError: If the call waits for the GPU, which no graph can hold.
+            RuntimeError: The call waits for the GPU, which a CUDA graph cannot capture.
         """
         if self.compiles_only:
             launch()
@@ -185,7 +185,8 @@ class Benchmark:
     def _time(self, launch: Callable[[], object]) -> Timing:
         for _ in range(NUM_WARM_UPS):
             launch()
-        # Found out before capturing: a capture that fails leaves the process unfit for the next.
+        # Waiting must be found before the capture: after a failed capture the process cannot
+        # capture again.
         torch.cuda.set_sync_debug_mode("error")
         try:
             launch()
@@ -208,7 +209,7 @@ class Benchmark:
         return Timing(p20_us=cuts[1], p50_us=statistics.median(times), p80_us=cuts[7])
 
     def add(self, row: Row) -> None:
-        """Write a row and show that it came."""
+        """Write a row and print its time."""
         if self.compiles_only:
             print(f"  {row.shape}: {row.implementation} launched", flush=True)
             return
@@ -217,7 +218,7 @@ class Benchmark:
         print(f"  {row.shape}: {row.implementation} {row.timing.p50_us:.1f} us", flush=True)
 
     def write(self, record: dict[str, object]) -> None:
-        """Write a row of any kind, with the commit, the machine and the time it was measured at."""
+        """Append a record of any kind to the file, with the commit, the machine and the date."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         date = time.strftime("%Y-%m-%d %H:%M:%S")
         record |= {"commit": self._commit, "machine": self.machine, "date": date}
@@ -228,7 +229,8 @@ class Benchmark:
         """Print the rows as a table.
 
         Args:
-            roofline_gigabytes_per_second: Highest rate measured on this machine, for the table.
+            roofline_gigabytes_per_second: Highest rate measured on this machine, for a column of
+                the table. None leaves the column empty.
 
         Returns:
             The file of the rows.
@@ -239,15 +241,15 @@ class Benchmark:
         return self.path
 
     def _empty_cache(self) -> None:
-        # Reading leaves no dirty lines, whose writing back would disturb the launch timed.
+        # Reading leaves no dirty cache lines, whose write-back would disturb the timed launch.
         if self._flush is not None:
             self._flush.sum()
 
     @staticmethod
     def _run_tests(tests: Sequence[str]) -> None:
         print(f"tests first: {' '.join(tests)}", flush=True)
-        # Those that failed before come first. Other versions of torch and Triton warn of other
-        # things, which the project's own settings would take for errors.
+        # Tests that failed before come first. Other versions of torch and Triton give other
+        # warnings, which the project's own settings would turn into errors.
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--failed-first", "-m", "not slow"]
         command += ["-W", "default", *tests]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
@@ -255,7 +257,7 @@ class Benchmark:
 
 
 def end_without_gpu() -> None:
-    """End the process if what failed has cost it its GPU: each of its next launches fails too."""
+    """End the process if a failure has made its GPU unusable, so that every launch would fail."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -265,14 +267,14 @@ def end_without_gpu() -> None:
 
 
 def machine_name() -> str:
-    """Folder of the results of this machine."""
+    """Return the name of this machine's folder of results."""
     if not torch.cuda.is_available():
         return "cpu"
     return torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-")
 
 
 def machine_line() -> str:
-    """GPU, driver, clocks, versions and commit."""
+    """Return a line with the GPU, driver, clocks, versions and commit."""
     versions = f"torch {torch.__version__}, triton {triton.__version__}, jenga {commit_of()}"
     if not torch.cuda.is_available():
         return f"no GPU: times mean nothing, {versions}"
@@ -282,7 +284,7 @@ def machine_line() -> str:
 
 
 def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = None) -> str:
-    """Rows as text; the last column is the time of a row's shape here over ours."""
+    """Format rows as text. The last column is a row's time divided by ours for the same shape."""
     ours = {row.shape: row.timing.p50_us for row in rows if row.implementation == "jenga"}
     width = max([5, *(len(row.shape) for row in rows)])
     head = f"{'shape':{width}} {'implementation':16} {'p50 us (p20-p80)':>27} {'GB/s':>7} "
@@ -304,7 +306,10 @@ def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = Non
 
 
 def measured_before(path: Path, commit: str, *, only: str) -> frozenset[str]:
-    """Shapes that an earlier run at this commit has measured, but the last, perhaps cut short."""
+    """Return the shapes that an earlier run measured at this commit.
+
+    The last one is left out, because the run may have ended in the middle of it.
+    """
     if not path.exists():
         return frozenset()
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -317,7 +322,10 @@ def measured_before(path: Path, commit: str, *, only: str) -> frozenset[str]:
 
 
 def read_roofline(results: Path) -> float | None:
-    """Highest read rate `perf.harness.roofline` has measured on this machine, in GB/s."""
+    """Return the highest read rate of `perf.harness.roofline` on this machine, in GB/s.
+
+    None means that it was not measured.
+    """
     path = results / machine_name() / "roofline.jsonl"
     if not path.exists():
         return None

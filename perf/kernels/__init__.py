@@ -1,1 +1,1 @@
-"""Benchmarks of operations."""
+"""Benchmarks of single operations (kernels)."""

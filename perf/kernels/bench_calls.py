@@ -1,11 +1,12 @@
-"""Time what calls of operations take on the host, beside vLLM's, with launches that lead nowhere.
+"""Time the host side of calls of our operations and vLLM's, without launching kernels.
 
 python -m perf.kernels.bench_calls [--only paged_attention] [--save perf/results/cpu]
 
-Without a GPU: kernels are compiled as for an H200, and what would be handed to its driver is
-dropped. Both sides are given the same tensors, in turn. Where a step runs in no CUDA graph, each
-layer waits for such a call: if its kernels take less, the step takes that. "first" is a call of a
-signature that none before had, as that of the first layer is in most steps with prompts.
+No GPU is needed. Kernels are compiled as for an H200, and launches are dropped instead of handed to
+the driver. Both sides get the same tensors, in turn. In a step without a CUDA graph, each layer
+waits for such a call. If its kernels take less time than the call, the call determines the time of
+the step. The column "first" is a call with a signature that no earlier call had, like the first
+layer's call in most steps with prompts.
 """
 
 import argparse
@@ -49,21 +50,24 @@ PROMPT_TOKENS, DECODED = 2048, 8
 CPU = torch.device("cpu")
 
 NUM_ROUNDS, NUM_CALLS = 40, 25
-"""Each implementation has a round in turn; its time is the median of the rounds' means."""
+"""Numbers of rounds of each implementation, and of calls per round.
+
+Implementations take turns, one round each. The result is the median of the rounds' means.
+"""
 
 MAX_THREADS = 1024
-"""Of a program."""
+"""Largest number of threads of a program."""
 
 Launch = Callable[[], object]
 
 
 class Case(NamedTuple):
-    """What is timed.
+    """One case to time.
 
     Attributes:
-        name: Of the row.
-        sides: What prepares the launches of each implementation, given what `make` gives.
-        make: Makes the tensors, which take memory while the case is timed.
+        name: Name of the row.
+        sides: Implementation -> function that prepares its launch from the tensors of `make`.
+        make: Function that makes the tensors. They exist only while the case is timed.
     """
 
     name: str
@@ -72,19 +76,22 @@ class Case(NamedTuple):
 
 
 class Nowhere(PretendedGpu):
-    """A driver of Triton's that compiles, and drops what is launched."""
+    """A Triton driver that compiles kernels and drops their launches."""
 
     def launcher_cls(self, _source: object, _metadata: object) -> Callable[..., None]:
-        """What launches a kernel, by the name that Triton asks for."""
+        """Return the function that launches a kernel; Triton asks for it under this name."""
         return lambda *_: None
 
     def load_binary(self, *_: object) -> tuple[object, object, int, int, int]:
-        """What Triton asks of a loaded kernel: its handles, registers, spills, threads at most."""
+        """Return a loaded kernel's handles, registers, spills and largest number of threads."""
         return self, self, 0, 0, MAX_THREADS
 
 
 def cases() -> Iterator[Case]:
-    """What is timed; prompts of recurrent layers only by ours: vLLM's fill tensors on the way."""
+    """Yield the cases to time.
+
+    Prompts of recurrent layers have only our side, because vLLM's calls fill tensors on the way.
+    """
     peers = bench_paged_attention.IMPLEMENTATIONS
     for shape in SHAPES:
         if shape.name.split()[0] in ATTENTION:
@@ -133,7 +140,7 @@ def _latent_batch(shape: LatentShape) -> list[Any]:
 
 
 def times_of(launches: dict[str, Launch]) -> dict[str, list[float]]:
-    """Microseconds of a call in each round, the implementations' rounds in turn."""
+    """Return the microseconds of a call in each round. The implementations take turns."""
     times: dict[str, list[float]] = {name: [] for name in launches}
     for launch in launches.values():
         for _ in range(NUM_CALLS):
@@ -148,7 +155,7 @@ def times_of(launches: dict[str, Launch]) -> dict[str, list[float]]:
 
 
 def first_times_of(launch: Launch) -> list[float]:
-    """Microseconds of calls of which none before had the same signature; nothing is compiled."""
+    """Return the microseconds of calls whose signature is new. Nothing is compiled in them."""
     calls = [thing for thing in gc.get_objects() if type(thing) is Call]
     times = []
     for _ in range(NUM_ROUNDS):
@@ -161,13 +168,13 @@ def first_times_of(launch: Launch) -> list[float]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Time a case: a row."""
+    """Time a case, and return its row."""
     batch = case.make()
     launches = {side: prepare(*batch) for side, prepare in case.sides.items()}
     row: dict[str, Any] = {"case": case.name}
     times = times_of(launches)
     if "vllm" in times:
-        # Of rounds next to each other, so that what else the machine does is in both.
+        # Ratios are taken of adjacent rounds, so that other load on the machine affects both sides.
         ratios = [vllm / ours for vllm, ours in zip(times["vllm"], times["jenga"], strict=True)]
         row["ratio"] = statistics.median(ratios)
     times["jenga, first"] = first_times_of(launches["jenga"])
@@ -178,7 +185,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Format rows as text."""
     lines = [f"{'us, and p20 to p80':48} {'jenga':>22} {'vllm':>22} {'ratio':>6} {'first':>7}"]
     for row in rows:
         sides = [f"{'':22}"] * 2
@@ -205,14 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and text")
     options = parser.parse_args(arguments)
-    # Without it vLLM finds no Triton where there is no GPU.
+    # With an empty value, vLLM finds Triton on a machine without a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     driver.set_active(Nowhere(CAPABILITY))  # pyright: ignore[reportArgumentType]
     show_vllm_a_gpu()
-    # It imports vLLM, which then finds no GPU that was not there before.
+    # This module imports vLLM. If it were imported earlier, vLLM would find no GPU.
     from perf.manager.bench_manager import machine_line
 
-    # On a GPU values cannot be looked at without waiting.
+    # On a GPU, values of tensors cannot be checked without waiting.
     tensors.LOOKS_AT_VALUES = False
     machine = machine_line()
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Time the short convolutions of recurrent layers, beside vLLM's kernels on the same pages.
+"""Time the short convolutions of recurrent layers, with our kernels and vLLM's on the same pages.
 
 python -m perf.kernels.bench_conv_update [--only b256] [--peers none] [--dry-run]
 """
@@ -26,7 +26,7 @@ from perf.shapes.state_shapes import (
 BATCHES = (1, 64, 256)
 PROMPTS = {"prompt 1x8192": [8192], "prompts 16 odd": [517, 33, 1200, 740, 5, 999, 250, 611] * 2}
 VLLM_BLOCK_TOKENS = 8
-"""Tokens of a program of vLLM's kernel for prompts."""
+"""Number of tokens of one program in vLLM's kernel for prompts."""
 
 
 def jenga(batch: ConvBatch) -> Callable[[], None]:
@@ -69,7 +69,7 @@ def jenga(batch: ConvBatch) -> Callable[[], None]:
 
 
 def jenga_apart(batch: ConvBatch) -> Callable[[], None]:
-    """Our convolution between two multiplications, as a layer would have it without gates."""
+    """Prepare our convolution between two multiplications, as without fused gates."""
     input_gates, output_gates = batch.input_gates, batch.output_gates
     if input_gates is None or output_gates is None:
         msg = "inputs and outputs are not gated"
@@ -86,7 +86,7 @@ def jenga_apart(batch: ConvBatch) -> Callable[[], None]:
 
 
 def vllm_metadata(batch: ConvBatch) -> SimpleNamespace:
-    """Which program takes which block of which request, as vLLM's metadata has it."""
+    """Return vLLM's metadata: each program's request, and its block of the request."""
     device = batch.x.device
     blocks = -(-batch.query_starts.diff().cpu() // VLLM_BLOCK_TOKENS)
     requests = torch.arange(len(blocks)).repeat_interleave(blocks)
@@ -152,14 +152,14 @@ def vllm(batch: ConvBatch) -> Callable[[], object]:
 def gated_as_vllm(
     batch: ConvBatch, convolve: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Convolve as vLLM does, with multiplications before and after where there are gates."""
+    """Convolve as vLLM does: gates are multiplications before and after."""
     if batch.input_gates is None or batch.output_gates is None:
         return convolve(batch.x)
     return batch.output_gates * convolve(batch.input_gates * batch.x)
 
 
 def measure(benchmark: Benchmark, name: str, batch: ConvBatch) -> None:
-    """Add a row for each implementation that takes the batch."""
+    """Add a row for each implementation that supports the batch."""
     num_tokens, dim = batch.x.shape
     state_bytes = len(batch.slots) * dim * batch.states.shape[2] * batch.states.element_size()
     is_update = num_tokens == len(batch.slots)

@@ -1,4 +1,6 @@
-"""Time layers of the gated delta rule, steps and prompts, beside vLLM's kernels on the same pages.
+"""Time layers of the gated delta rule, decode steps and prompts, with our kernels and vLLM's.
+
+All run on the same pages.
 
 python -m perf.kernels.bench_delta [--only qwen3-next] [--peers vllm] [--dry-run]
 """
@@ -17,7 +19,7 @@ from perf.shapes.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS, DeltaBatch,
 
 BATCHES = (1, 8, 64, 128, 256, 512, 1024)
 DRAFT_TOKENS = 4
-"""Tokens a request in the rows of speculative steps."""
+"""Number of tokens per request in the rows of speculative steps."""
 
 PROMPTS = {
     "1x2048": [2048],
@@ -27,7 +29,7 @@ PROMPTS = {
 }
 STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 CHECKPOINT_TOKENS = 512
-"""Tokens between two checkpoints in the rows that have them."""
+"""Number of tokens between two checkpoints in the rows with checkpoints."""
 
 MAX_ARENA_BYTES = 40 << 30
 
@@ -53,7 +55,7 @@ def jenga_update(batch: DeltaBatch) -> Callable[[], None]:
 
 
 def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
-    """The kernel that vLLM's layers call after their convolution."""
+    """Prepare the kernel that vLLM's layers call after their convolution."""
     try:
         from vllm.models.kimi_k3.nvidia.ops.third_party import kda
         from vllm.third_party.flash_linear_attention import ops
@@ -83,7 +85,7 @@ def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
 
         return launch_channels
     if not is_single:
-        # The layer makes these copies, in kernels of their own; they are not timed.
+        # vLLM's layer makes these copies in separate kernels. They are not timed.
         q, k, v = (tensor.contiguous() for tensor in (q, k, v))
 
         def launch_drafts() -> None:
@@ -146,7 +148,10 @@ def jenga_scan(
 
 
 def jenga_checkpoints(batch: DeltaBatch) -> Callable[[], None]:
-    """Ours with a state kept every CHECKPOINT_TOKENS tokens, all in one slot to bound the arena."""
+    """Prepare our operation with a checkpoint every CHECKPOINT_TOKENS tokens.
+
+    All checkpoints of a request go to one slot, to limit the size of the arena.
+    """
     bounds, after_tokens = [0], []
     for length in batch.query_starts.diff().tolist():
         after_tokens += range(CHECKPOINT_TOKENS, length, CHECKPOINT_TOKENS)
@@ -164,7 +169,7 @@ def jenga_checkpoints(batch: DeltaBatch) -> Callable[[], None]:
 
 
 def vllm_scan(batch: DeltaBatch) -> Callable[[], None]:
-    """What vLLM's layers do after their convolution, states gathered and scattered included."""
+    """Prepare vLLM's operations after the convolution, with gather and scatter of states."""
     try:
         from vllm.models.kimi_k3.nvidia.ops.third_party import kda
         from vllm.third_party.flash_linear_attention import ops
@@ -230,7 +235,10 @@ def vllm_scan(batch: DeltaBatch) -> Callable[[], None]:
 
 
 def flashinfer_scan(batch: DeltaBatch) -> Callable[[], None]:
-    """What vLLM's layers do on Hopper where FlashInfer is, which compiles its kernel at first."""
+    """Prepare the operations of vLLM's layers on Hopper if FlashInfer is installed.
+
+    FlashInfer compiles its kernel at the first call.
+    """
     try:
         from flashinfer.gdn_prefill import chunk_gated_delta_rule
         from vllm.third_party.flash_linear_attention import ops
@@ -279,15 +287,15 @@ SCAN_PEERS = {
     "flashinfer": flashinfer_scan,
 }
 OURS = ("jenga", "jenga-keep-512")
-"""Measured whichever peers are asked for."""
+"""Implementations that are measured whatever peers are selected."""
 
 
 def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bool) -> None:
-    """Add a row for each implementation that takes the batch."""
+    """Add a row for each implementation that supports the batch."""
     num_tokens = len(batch.mixed)
     state_bytes = batch.model.state_elements * batch.states.element_size()
     num_bytes = num_tokens * batch.model.token_elements * batch.mixed.element_size()
-    # Each request reads a state and writes one for each of its slots.
+    # Each request reads one state and writes one to each of its slots.
     num_bytes += state_bytes * (len(batch.slots) + batch.slots.numel())
     for peer, prepare in (SCAN_PEERS if is_prompt else UPDATE_PEERS).items():
         if peer not in OURS and not benchmark.wants_peer(peer):
@@ -305,7 +313,8 @@ def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bo
                 implementation=peer,
                 timing=timing,
                 num_bytes=num_bytes,
-                # Decay, what is held, its change, and the output, for every state element.
+                # For each state element: its decay, the value it holds for the key, its change, and
+                # the output.
                 num_flops=7 * num_tokens * batch.model.state_elements,
                 details={
                     "num_tokens": num_tokens,

@@ -1,4 +1,4 @@
-"""Time steps of the gated delta rule that seldom write the state, beside those that always do.
+"""Time steps of the gated delta rule that seldom write the state, compared with always writing it.
 
 python -m perf.kernels.bench_delta_replay [--only qwen3-next] [--peers vllm] [--dry-run]
 """
@@ -44,12 +44,12 @@ def jenga(batch: DeltaReplayBatch) -> Callable[[], None]:
 
 
 def jenga_update(batch: DeltaReplayBatch) -> Callable[[], None]:
-    """Our kernel that writes the state after every token."""
+    """Prepare our kernel that writes the state after every token."""
     return bench_delta.jenga_update(batch.tokens)
 
 
 def vllm_update(batch: DeltaReplayBatch) -> Callable[[], None]:
-    """The kernel of vLLM, which writes the state after every token; it has none that does not."""
+    """Prepare vLLM's kernel, which writes the state after every token. vLLM has no other one."""
     return bench_delta.vllm_update(batch.tokens)
 
 
@@ -57,9 +57,9 @@ PEERS = {"jenga": jenga, "jenga update": jenga_update, "vllm update": vllm_updat
 
 
 def measure(benchmark: Benchmark, name: str, batch: DeltaReplayBatch) -> None:
-    """Add a row for each implementation that takes the batch.
+    """Add a row for each implementation that supports the batch.
 
-    All have the bytes that a replay moves, so that rates compare as times do.
+    All rows use the bytes that a replay moves, so that the rates of a shape compare like its times.
     """
     num_bytes = batch.num_bytes
     details = {

@@ -1,11 +1,13 @@
-"""Time copies of pages between an arena and host memory, beside one copy of as many bytes.
+"""Time copies of pages between an arena and host memory, compared with one copy of all the bytes.
 
 python -m perf.kernels.bench_host_memory [--only out] [--peers none] [--dry-run]
 
-What is brought there or back together lies in rows, as of one long prompt, or page by page
-anywhere, as of many short ones. One copy of all the bytes is what the bus allows. What is brought
-either way beside a step is timed with products as long as the copies: the step alone, with copies
-ahead, and with copies that it waits for.
+Pages that are copied together lie in rows, like those of one long prompt, or they are scattered,
+like those of many short prompts. One copy of all the bytes shows the rate of the bus.
+
+Copies that overlap with a step are timed too, in both directions. The step consists of matrix
+products that take about as long as the copies. It is timed in three ways: alone, with copies ahead,
+and with copies that it waits for.
 """
 
 from collections.abc import Callable
@@ -20,19 +22,19 @@ from perf.harness.timing import Benchmark, Row
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ARENA_BYTES = 8 * GIB
 PAGES = {"64 KiB": 64 * KIB, "512 KiB": 512 * KIB, "2 MiB": 2 * MIB}
-"""About 16 tokens of a few layers, of a model of 8 billion parameters, and of a larger one."""
+"""Sizes of a page: about 16 tokens of a few layers, of an 8B model, and of a larger model."""
 
 COUNTS = (16, 512)
 ROWS = {"in a row": 0, "in rows of 8": 8, "scattered": 1}
-"""Pages that follow each other in both memories, 0 for all."""
+"""Number of adjacent pages in both memories. 0 means that all pages are adjacent."""
 
 
 PRODUCTS = 12
-"""Of 8192 by 8192 matrices: about as long as a GB takes to host memory."""
+"""Number of products of 8192 x 8192 matrices: about as long as copying a GB to host memory."""
 
 
 def pages_in_rows(num_pages: int, count: int, row_pages: int) -> torch.Tensor:
-    """Draw pages, so many in a row, rows anywhere; the null page is none of them."""
+    """Draw random rows of adjacent pages, without the null page."""
     row_pages = row_pages or count
     firsts = torch.randperm(num_pages // row_pages - 1)[: count // row_pages] + 1
     return (firsts[:, None] * row_pages + torch.arange(row_pages)).flatten()
@@ -83,7 +85,16 @@ def measure_copies(
 def measure_beside(
     benchmark: Benchmark, size: str, page_bytes: int, count: int, arena_bytes: int, side: int
 ) -> None:
-    """Add the rows of a step's products, matrices of so many rows, and copies beside them."""
+    """Add the rows of a step's matrix products together with copies.
+
+    Args:
+        benchmark: Benchmark to add the rows to.
+        size: Text of the page size.
+        page_bytes: Size of a page, in bytes.
+        count: Number of pages copied.
+        arena_bytes: Size of the arena, in bytes.
+        side: Number of rows and columns of the matrices.
+    """
     num_pages = arena_bytes // page_bytes
     arena = torch.zeros(arena_bytes, dtype=torch.int8, device=benchmark.device)
     host = HostMemory(arena.device, arena_bytes)
@@ -96,7 +107,7 @@ def measure_beside(
     def step() -> None:
         for _ in range(PRODUCTS):
             torch.matmul(matrix, matrix, out=product)
-        # What a step samples goes the same way as what is saved beside it.
+        # The sampled tokens of a step are copied in the same direction as saved pages.
         sampled.copy_(product[0, :16], non_blocking=True)
 
     for way, path in (("out", CopyPath.TO_HOST), ("in", CopyPath.FROM_HOST)):

@@ -1,4 +1,6 @@
-"""Time the writing of new keys and values, beside vLLM's Triton kernels on pages of the same bytes.
+"""Time the writing of new keys and values, compared with vLLM's Triton kernels.
+
+The pages of both have the same bytes.
 
 python -m perf.kernels.bench_kv_store [--only 8192] [--peers none] [--dry-run]
 """
@@ -23,7 +25,7 @@ TESTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreShape:
-    """One layer of a model and a number of new tokens."""
+    """One layer of a model, and a number of new tokens."""
 
     name: str
     num_tokens: int
@@ -36,7 +38,7 @@ class StoreShape:
 
     @property
     def cache(self) -> CacheShape:
-        """What a layer stores."""
+        """Shape of the layer's cache."""
         return CacheShape(
             stored=self.stored,
             num_kv_heads=self.num_kv_heads,
@@ -47,7 +49,7 @@ class StoreShape:
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values read once, and written once with their scales."""
+        """Least number of bytes: keys and values read once, and written once with their scales."""
         rows = 2 * self.num_tokens * self.num_kv_heads
         return rows * (2 * self.head_dim + self.stored.row_bytes(self.head_dim))
 
@@ -109,7 +111,7 @@ DRY_SHAPES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBatch:
-    """Tensors of a shape; vLLM's kernels write into another cache if slots have scales."""
+    """Tensors of a shape. If slots have scales, vLLM's kernels write into a cache of their own."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -119,7 +121,7 @@ class StoreBatch:
 
 
 def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
-    """Random tokens, and slots that fill shuffled pages or hit a page each."""
+    """Make random tokens. Their slots fill shuffled pages, or are scattered one to a page."""
     torch.manual_seed(0)
     num_pages = 1 + max(shape.num_tokens, -(-shape.num_tokens // shape.page_tokens))
     cache = make_cache(shape.cache, num_pages, device)

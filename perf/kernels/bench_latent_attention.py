@@ -1,4 +1,4 @@
-"""Time latent attention on the shapes of real models, beside its peers on the same pages.
+"""Time latent attention on shapes of real models, with our kernels and peers on the same pages.
 
 python -m perf.kernels.bench_latent_attention [--only D17] [--peers flash-mla,jenga-plain]
 [--dry-run]
@@ -25,7 +25,7 @@ from perf.shapes.latent_shapes import (
 )
 
 MOST_DRAFTED_TOKENS = 8
-"""Batches of longer requests are not decoded."""
+"""Largest number of query tokens per request that counts as a decode step."""
 
 
 def jenga(
@@ -35,16 +35,17 @@ def jenga(
     is_warp_specialized: bool | None = None,
     takes_turns: bool | None = None,
 ) -> Launch:
-    """Ours; the plan is made once a step and shared by layers, so it is not timed.
+    """Prepare our operation. Its plan is not timed, because all layers of a step share it.
 
     Args:
-        batch: What to attend to.
-        out: Where results go.
-        is_warp_specialized: As `plan_latent_attention` takes it.
-        takes_turns: Not as the tiles chosen have it, but so.
+        batch: Queries and pages.
+        out: Tensor for the results.
+        is_warp_specialized: The same argument of `plan_latent_attention`.
+        takes_turns: Value that replaces `takes_turns` of the chosen tiles. None keeps it.
 
     Raises:
-        UnsupportedError: Either is given, and the kernel that it is about does not take the shape.
+        UnsupportedError: One of the two is given, but the warp-specialized kernel does not support
+            the shape.
     """
     shape = batch.shape
     longest = shape.max_query_tokens
@@ -95,12 +96,17 @@ IMPLEMENTATIONS = {
     "jenga-at-once": functools.partial(jenga, takes_turns=False),
     **PEERS,
 }
-"""Name in a row -> what prepares its launch. Ours as it is; by the kernel of all GPUs; by the one
-whose warps specialise, with scores of both tiles of a step asked for at once."""
+"""Name in a row -> function that prepares the launch.
+
+- `jenga` is our operation with its own choice of kernel.
+- `jenga-plain` uses the generic kernel.
+- `jenga-at-once` uses the warp-specialized kernel, and issues the scores of both tiles of a step at
+  once.
+"""
 
 
 def measure_shape(benchmark: Benchmark, shape: LatentShape) -> None:
-    """Add the rows of one shape: ours and its peers', each compared with ours."""
+    """Add the rows of one shape: ours and the peers'. Each result is compared with ours."""
     batch = make_batch(shape, benchmark.device)
     ours = batch.q.new_empty(shape.num_tokens, shape.num_heads, LATENT_DIM)
     for name, prepare in IMPLEMENTATIONS.items():

@@ -1,4 +1,4 @@
-"""Time the writing of new latents, beside vLLM's CUDA kernel on the same pages.
+"""Time the writing of new latents, compared with vLLM's CUDA kernel on the same pages.
 
 python -m perf.kernels.bench_latent_store [--only 8192] [--peers none] [--dry-run]
 """
@@ -15,7 +15,7 @@ from perf.shapes.latent_shapes import LATENT_DIM, WIDTH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreShape:
-    """One layer of any model with latents of 512 and rotary keys of 64, and new tokens."""
+    """New tokens of one layer. Latents have 512 elements, and rotary keys 64."""
 
     name: str
     num_tokens: int
@@ -26,7 +26,7 @@ class StoreShape:
 
     @property
     def num_bytes(self) -> int:
-        """Rows read once and written once."""
+        """Least number of bytes: each row is read once and written once."""
         return self.num_tokens * WIDTH * (2 + (1 if self.is_fp8 else 2))
 
 
@@ -50,7 +50,7 @@ class StoreBatch:
 
 
 def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
-    """Random tokens, and slots that fill shuffled pages or hit a page each."""
+    """Make random tokens. Their slots fill shuffled pages, or are scattered one to a page."""
     torch.manual_seed(0)
     dtype = torch.float8_e4m3fn if shape.is_fp8 else torch.bfloat16
     num_pages = 1 + (shape.num_tokens if shape.is_scattered else 8192 // shape.page_tokens)
@@ -72,7 +72,7 @@ def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
 
 
 def jenga(batch: StoreBatch) -> Launch:
-    """Ours."""
+    """Prepare our operation."""
 
     def launch() -> None:
         latent_store(
@@ -87,7 +87,7 @@ def jenga(batch: StoreBatch) -> Launch:
 
 
 def vllm_cuda(batch: StoreBatch) -> Launch:
-    """Call vLLM's kernel, as its attention layers do."""
+    """Prepare vLLM's kernel, called as in its attention layers."""
     if batch.pages.device.type != "cuda":
         msg = "needs a GPU"
         raise UnsupportedError(msg)

@@ -1,4 +1,4 @@
-"""Time linear attention (Ling 2.6) by state_update and state_scan, beside vLLM's kernels for it.
+"""Time linear attention (Ling 2.6) by state_update and state_scan, compared with vLLM's kernels.
 
 python -m perf.kernels.bench_linear_attention [--only b64] [--peers none] [--dry-run]
 """
@@ -16,31 +16,45 @@ from perf.shapes.state_shapes import make_arena, slots_in_arena, starts_of
 
 HEAD_DIM = 128
 HEADS = {"ling-2.6-flash": 32, "ling-2.6-flash tp4": 8}
-"""Heads of a rank."""
+"""Number of heads on one rank."""
 
 CASES = {f"b{count}": [1] * count for count in (1, 64, 256)} | {
     "1x8192": [8192],
     "16 odd": [517, 33, 1200, 740, 5, 999, 250, 611] * 2,
 }
-"""Tokens of requests: one each is a step, whose states go on; prompts begin."""
+"""Tokens of each request. With one token each it is a decode step that continues states.
+
+Prompts begin without a state.
+"""
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-"""Of queries, keys and values: vLLM's layer makes them in float32, whose products its kernel for
-prompts rounds to tf32, and ours is allowed to. States are in bfloat16."""
+"""Element types of queries, keys and values. States are in bfloat16.
+
+vLLM's layer makes them in float32. Its kernel for prompts rounds products to tf32, and ours is
+allowed to do so too.
+"""
 
 VLLM_BLOCK_TOKENS = 256
-"""What vLLM's layer takes for prompts."""
+"""`block_size` that vLLM's layer uses for prompts, in tokens."""
 
 VLLM_BLOCK_DIMS = 32
-"""And for steps."""
+"""Block size that vLLM's layer uses for decode steps, in elements of a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearBatch:
-    """Tensors of requests; the states have a row for each element of a value.
+    """Tensors of a batch. The states have a row for each element of a value.
 
     Attributes:
-        rates: What exp decays a head's state by with each token, negative.
+        lengths: Number of tokens of each request.
+        query_starts: Index of each request's first token, and the number of tokens: i32.
+        slots: Slot of each request's state.
+        states: States of all slots.
+        out: Tensor for the results.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        rates: Logarithm of the factor by which a head's state decays per token; negative.
     """
 
     lengths: tuple[int, ...]
@@ -55,7 +69,7 @@ class LinearBatch:
 
     @property
     def is_step(self) -> bool:
-        """Whether every request has one token, behind others."""
+        """Whether this is a decode step: one new token per request."""
         return max(self.lengths) == 1
 
 
@@ -67,7 +81,7 @@ def make_batch(
     *,
     head_dim: int = HEAD_DIM,
 ) -> LinearBatch:
-    """Random tokens, and states of nothing."""
+    """Make random tokens and empty states."""
     torch.manual_seed(0)
     state_shape = (num_heads, head_dim, head_dim)
     q, k, v = torch.randn(3, sum(lengths), num_heads, head_dim, device=device).to(dtype)
@@ -109,7 +123,7 @@ def jenga(batch: LinearBatch) -> Callable[[], None]:
 
 
 def vllm(batch: LinearBatch) -> Callable[[], None]:
-    """As vLLM's layer has it: prompts one by one, in tensors with the heads first."""
+    """Prepare vLLM's layer: prompts one by one, in tensors with the heads first."""
     try:
         from vllm.model_executor.layers.lightning_attn import (
             lightning_attention,
@@ -148,7 +162,7 @@ def vllm(batch: LinearBatch) -> Callable[[], None]:
 
 
 def measure(benchmark: Benchmark, name: str, batch: LinearBatch) -> None:
-    """Add a row for each implementation that takes the batch."""
+    """Add a row for each implementation that supports the batch."""
     state_bytes = batch.states[0].numel() * batch.states.element_size() * len(batch.lengths)
     num_bytes = 4 * batch.v.numel() * batch.v.element_size()
     num_bytes += state_bytes * (2 if batch.is_step else 1)

@@ -1,4 +1,4 @@
-"""Time paged attention on the shapes of real models, beside its peers on the same pages.
+"""Time paged attention on shapes of real models, with our kernels and peers on the same pages.
 
 python -m perf.kernels.bench_paged_attention [--only D5] [--peers vllm-triton,flashinfer]
 [--dry-run]
@@ -31,7 +31,7 @@ TESTS = (
 )
 
 Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]
-"""Makes the launch of an implementation that writes its results into a tensor."""
+"""Function that prepares an implementation's launch, whose results go to the given tensor."""
 
 
 def plan_of(
@@ -40,7 +40,7 @@ def plan_of(
     is_warp_specialized: bool | None = None,
     tiles: AttentionTiles | None = None,
 ) -> AttentionPlan:
-    """The plan of a batch, with the tiles given or those chosen."""
+    """Return the plan of a batch, with the given tiles or the chosen ones."""
     shape = batch.shape
     return plan_attention(
         batch.query_starts,
@@ -62,15 +62,18 @@ def jenga(
     is_warp_specialized: bool | None = None,
     change: Callable[[AttentionTiles], AttentionTiles] | None = None,
 ) -> Launch:
-    """Ours; the plan is made once a step and shared by layers, so it is not timed.
+    """Prepare our operation. Its plan is not timed, because all layers of a step share it.
 
-    Rotations of queries and results are, where there are any: vLLM's call has them inside.
+    Rotations of queries and results are timed if there are any, because vLLM's call includes them.
 
     Args:
-        batch: What is attended to.
-        out: Results.
-        is_warp_specialized: As in `plan_attention`.
-        change: Makes of the tiles chosen others to use instead.
+        batch: Queries and pages.
+        out: Tensor for the results.
+        is_warp_specialized: The same argument of `plan_attention`.
+        change: Function that turns the chosen tiles into those to use. None keeps the chosen ones.
+
+    Raises:
+        UnsupportedError: The warp-specialized kernel is asked for and does not support the shape.
     """
     shape = batch.shape
     plan = plan_of(batch, is_warp_specialized=is_warp_specialized)
@@ -120,11 +123,11 @@ IMPLEMENTATIONS: dict[str, Prepare] = {"jenga": jenga, **PEERS}
 def measure_shape(
     benchmark: Benchmark, shape: AttentionShape, implementations: Mapping[str, Prepare]
 ) -> None:
-    """Add the rows of one shape, each checked against those of "jenga", the first of all.
+    """Add the rows of one shape. Each result is compared with that of "jenga", which runs first.
 
-    A shape whose arena does not fit the GPU is named and left out.
+    A shape whose arena does not fit the GPU is reported and skipped.
     """
-    if benchmark.compiles_only:  # the arena is the larger part of the memory, others run beside
+    if benchmark.compiles_only:  # the arena takes most of the memory, and other processes run too
         shape = dataclasses.replace(shape, num_layers=1, arena_bytes=0)
     try:
         batch = make_batch(shape, benchmark.device)

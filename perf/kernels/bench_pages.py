@@ -1,4 +1,4 @@
-"""Time copying and clearing of whole pages, and the merging of attention, beside plain PyTorch.
+"""Time copying and clearing of whole pages, and merging of attention, compared with plain PyTorch.
 
 python -m perf.kernels.bench_pages [--only copy] [--peers none] [--dry-run]
 """
@@ -16,7 +16,7 @@ from perf.harness.timing import Benchmark, Row, read_roofline
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ARENA_BYTES = 16 * GIB
 PAGES = {"64 KiB": 64 * KIB, "2 MiB": 2 * MIB, "32 MiB": 32 * MIB}
-"""About a small page of one layer, of a whole model, and of a model's states."""
+"""Sizes of a page: about a small page of one layer, one of a whole model, and a model's states."""
 
 COUNTS = (1, 16, 128)
 MERGED = {"32 queries": 32, "8192 queries": 8192}

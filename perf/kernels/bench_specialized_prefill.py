@@ -1,8 +1,8 @@
-"""Time the prefill kernel for Hopper whose warps specialise, beside its twin and FlashAttention-3.
+"""Time the warp-specialized prefill kernel for Hopper, the generic kernel and FlashAttention-3.
 
 python -m perf.kernels.bench_specialized_prefill [--only P1] [--peers none] [--dry-run]
 
-It has a file of its own: should the kernel hang, no other row is lost.
+Its rows have a file of their own, so that no other row is lost if the kernel hangs.
 """
 
 import functools

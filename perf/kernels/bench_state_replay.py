@@ -1,4 +1,6 @@
-"""Time steps that seldom write the state, beside vLLM's kernel and those that always write it.
+"""Time decode steps that seldom write the state, compared with vLLM's kernel for that.
+
+Our kernel and vLLM's that write the state in every step are timed too.
 
 python -m perf.kernels.bench_state_replay [--only nemotron] [--peers vllm] [--dry-run]
 """
@@ -64,7 +66,7 @@ def vllm(batch: ReplayBatch) -> Callable[[], None]:
         raise UnsupportedError(str(error)) from error
     tokens, history = batch.tokens, batch.history
     wide = bench_state_update.per_channel(tokens)
-    # Once a step for all layers of a model, so not timed.
+    # All layers of a model share these tensors in a step, so they are not timed.
     past = batch.computed_tokens - batch.state_tokens
     is_flush = (batch.next_state_tokens > batch.state_tokens).to(torch.int8)
     shape = (len(past), tokens.model.num_groups, batch.history_tokens)
@@ -96,7 +98,7 @@ def vllm(batch: ReplayBatch) -> Callable[[], None]:
 
 
 def jenga_update(batch: ReplayBatch) -> Callable[[], None]:
-    """Our kernel that writes the state after every token."""
+    """Prepare our kernel that writes the state after every token."""
     tokens = batch.tokens
 
     def launch() -> None:
@@ -119,7 +121,7 @@ def jenga_update(batch: ReplayBatch) -> Callable[[], None]:
 
 
 def vllm_update(batch: ReplayBatch) -> Callable[[], None]:
-    """The kernel of vLLM that writes the state after every token."""
+    """Prepare vLLM's kernel that writes the state after every token."""
     if batch.query_tokens == 1:
         return bench_state_update.vllm(batch.tokens)
     try:
@@ -159,9 +161,9 @@ PEERS = {
 
 
 def measure(benchmark: Benchmark, name: str, batch: ReplayBatch) -> None:
-    """Add a row for each implementation that takes the batch.
+    """Add a row for each implementation that supports the batch.
 
-    All have the bytes that a replay moves, so that rates compare as times do.
+    All rows use the bytes that a replay moves, so that the rates of a shape compare like its times.
     """
     num_bytes = batch.num_bytes
     details = {

@@ -1,4 +1,6 @@
-"""Time prompts through recurrent layers, beside vLLM's and mamba-ssm's kernels on the same pages.
+"""Time prompts through recurrent layers, with our kernels and those of vLLM and mamba-ssm.
+
+All run on the same pages.
 
 python -m perf.kernels.bench_state_scan [--only 8192] [--peers vllm] [--dry-run]
 """
@@ -23,15 +25,21 @@ PROMPTS = {
 }
 DRY_PROMPTS = {"5+40": [5, 40]}
 CHUNK_TOKENS = 256
-"""Chunk of the peers; what vLLM takes for these models."""
+"""Length of the peers' chunks, in tokens, as vLLM chooses it for these models."""
 
 CHECKPOINT_TOKENS = 512
-"""Tokens between two checkpoints in the rows that have them."""
+"""Number of tokens between two checkpoints in the rows with checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """Chunks of at most CHUNK_TOKENS tokens of one request each, as vLLM describes them."""
+    """Chunks in vLLM's description. Each has at most CHUNK_TOKENS tokens of a single request.
+
+    Attributes:
+        starts: Index of each chunk's first token, and the end of the last chunk.
+        requests: Index of each chunk's request.
+        last: Index of each request's last chunk.
+    """
 
     starts: torch.Tensor
     requests: torch.Tensor
@@ -60,15 +68,16 @@ def jenga(
     is_warp_specialized: bool | None = None,
     is_portable: bool = False,
 ) -> Callable[[], None]:
-    """Ours.
+    """Prepare our operation.
 
     Args:
-        batch: What to scan.
-        checkpoints: States to keep.
-        segment_tokens: Where to cut it; None: where the operation would.
-        is_warp_specialized: Whether two groups of warps share a chunk on Hopper; None: as the
-            operation chooses.
-        is_portable: Whether to use the kernels of all GPUs.
+        batch: Tokens and states to scan.
+        checkpoints: States to keep. None means none.
+        segment_tokens: Length of the segments that requests are cut into. None means the
+            operation's own choice.
+        is_warp_specialized: Whether two warp groups share a chunk on Hopper. None means the
+            operation's own choice.
+        is_portable: Whether to use the generic kernels.
     """
     none = torch.zeros_like(batch.slots)
     longest_tokens = int(batch.query_starts.diff().max())
@@ -100,7 +109,7 @@ def jenga(
 def jenga_whole(
     batch: StateBatch, *, is_warp_specialized: bool | None = None, is_portable: bool = False
 ) -> Callable[[], None]:
-    """Ours without segments."""
+    """Prepare our operation without cutting requests into segments."""
     if batch.model.is_per_channel:
         msg = "layers whose channels decay on their own have no such kernel"
         raise UnsupportedError(msg)
@@ -113,13 +122,16 @@ def jenga_whole(
 
 
 def jenga_halves(batch: StateBatch) -> Callable[[], None]:
-    """Ours with requests in segments half as long as the longest."""
+    """Prepare our operation with segments of half the longest request."""
     longest_tokens = int(batch.query_starts.diff().max())
     return jenga(batch, segment_tokens=-(-longest_tokens // 128) * 64)
 
 
 def jenga_checkpoints(batch: StateBatch) -> Callable[[], None]:
-    """Ours with a state kept every CHECKPOINT_TOKENS tokens, all in one slot to bound the arena."""
+    """Prepare our operation with a checkpoint every CHECKPOINT_TOKENS tokens.
+
+    All checkpoints of a request go to one slot, to limit the size of the arena.
+    """
     bounds, after_tokens = [0], []
     for length in batch.query_starts.diff().tolist():
         after_tokens += range(CHECKPOINT_TOKENS, length, CHECKPOINT_TOKENS)
@@ -139,7 +151,8 @@ def jenga_checkpoints(batch: StateBatch) -> Callable[[], None]:
 def vllm_channels(batch: StateBatch) -> Callable[[], None]:
     from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_scan_fn
 
-    # It wants tokens innermost, as vLLM's layer has them, and writes over dt; copies are not timed.
+    # The kernel requires tokens innermost, as in vLLM's layer, and overwrites dt. These copies are
+    # not timed.
     x, dt, b, c = (tensor[:, 0].T.contiguous() for tensor in (batch.x, batch.dt, batch.B, batch.C))
     has_initial = torch.zeros(len(batch.slots), dtype=torch.bool, device=x.device)
 
@@ -235,7 +248,7 @@ def mamba_ssm(batch: StateBatch) -> Callable[[], None]:
 
 
 OURS = ("jenga", "jenga-keep-512")
-"""Measured whichever peers are asked for."""
+"""Implementations that are measured whatever peers are selected."""
 
 PEERS = {
     "jenga": jenga,
@@ -251,12 +264,12 @@ PEERS = {
 
 
 def num_flops(batch: StateBatch) -> int:
-    """Operations of the recurrence itself: decay, input and output of every state element."""
+    """Return the recurrence's own operations: decay, input and output of each state element."""
     return 6 * len(batch.x) * batch.model.state_elements
 
 
 def measure(benchmark: Benchmark, name: str, batch: StateBatch) -> None:
-    """Add a row for each implementation that takes the batch."""
+    """Add a row for each implementation that supports the batch."""
     state_bytes = batch.model.state_elements * batch.states.element_size()
     token_bytes = batch.model.token_elements * batch.x.element_size()
     for peer, prepare in PEERS.items():

@@ -1,4 +1,6 @@
-"""Time one step of recurrent layers, beside vLLM's and mamba-ssm's kernels on the same pages.
+"""Time one decode step of recurrent layers, with our kernel and those of vLLM and mamba-ssm.
+
+All run on the same pages.
 
 python -m perf.kernels.bench_state_update [--only nemotron] [--peers vllm] [--dry-run]
 """
@@ -38,7 +40,7 @@ def jenga(batch: StateBatch) -> Callable[[], None]:
 
 
 def per_channel(batch: StateBatch) -> dict[str, torch.Tensor]:
-    """dt, A, D and dt_bias as the peers take them: per channel, with strides of zero."""
+    """Return dt, A, D and dt_bias in the peers' form: one value per channel, by strides of zero."""
     shape = (batch.model.num_heads, batch.model.head_dim, batch.model.d_state)
     if batch.model.is_per_channel:
         return {"dt": batch.dt, "A": batch.A, "D": batch.D, "dt_bias": batch.dt_bias}
@@ -106,7 +108,7 @@ PEERS = {"jenga": jenga, "vllm": vllm, "mamba-ssm": mamba_ssm}
 
 
 def measure(benchmark: Benchmark, name: str, batch: StateBatch) -> None:
-    """Add a row for each implementation that takes the batch."""
+    """Add a row for each implementation that supports the batch."""
     num_requests = len(batch.slots)
     state_bytes = batch.model.state_elements * batch.states.element_size()
     token_bytes = batch.model.token_elements * batch.x.element_size()

@@ -1,1 +1,1 @@
-"""Benchmarks of the manager and of the simulator, on one core."""
+"""Benchmarks of the memory manager and of the simulator, on one core."""

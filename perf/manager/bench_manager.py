@@ -1,20 +1,26 @@
-"""Host time of the memory manager, side by side with vLLM's own KVCacheManager.
+"""Measure the host time of our memory manager and of vLLM's own KVCacheManager.
 
     python -m perf.manager.bench_manager [model ...] [--arena-gb 400] [--arena-factors 1 10 100]
     [--memory]
         [--metrics] [--rounds 3] [--save FOLDER]
 
-One process, both managers by turns, on the same layers. Hashes are made beforehand in both.
-Columns, in microseconds of CPU time of the thread: a decode step of 256 running requests, states
-of answers kept on the way in ours; a
-2,048-token chunk of a prefill; the lookup of a 32,768-token prefix that is cached, and its
-admission; the end of a request of 32,768 tokens. Each is the median of its repetitions in a round,
-and of those the least of all rounds: what other programs do to the caches comes and goes. Python's
-garbage collector is off, as its cost is that of all objects alive, the other manager's too.
+Both managers run in one process, in turn, on the same layers. The hashes of both are made
+beforehand. The columns are microseconds of the thread's CPU time:
 
-Stock is run as it runs by default: prefix caching on, hybrids in `align` mode with the attention
-page it chooses. Pages of 16 tokens are looked up, shared and freed in ours on every model; where
-stock has states its pages have hundreds of tokens or thousands, so there are as much fewer.
+- a decode step of 256 running requests, in which our manager also keeps states of answers;
+- a 2,048-token chunk of a prefill;
+- the lookup of a cached prefix of 32,768 tokens;
+- the admission with this prefix;
+- the end of a request of 32,768 tokens.
+
+Each number is the median of the repetitions in a round, and the least of all rounds. The least is
+used because the disturbance of CPU caches by other programs varies. Python's garbage collector is
+off, because its cost depends on all living objects, including the other manager's.
+
+Stock runs with its defaults: prefix caching is on, and hybrids run in `align` mode with the
+attention block that vLLM chooses. Our manager looks up, shares and frees pages of 16 tokens on
+every model. If a model has states, stock's blocks have hundreds or thousands of tokens, so it
+handles correspondingly fewer of them.
 """
 
 import argparse
@@ -44,15 +50,15 @@ MODELS = (
     "nemotron-h-8b",
     "qwen3-next-80b-a3b",
 )
-"""One homogeneous model, three with windows, three with states.
+"""One model with a single layer type, three models with windows, three with states.
 
-Of Llama and gpt-oss each small page is a large page.
+In Llama and gpt-oss each small page is a large page.
 """
 
 NUM_RUNNING = 256
 DECODE_STEPS = 48
 FIRST_STEPS = 64
-"""Decode steps that are not timed: as many as until every request has kept a state."""
+"""Number of decode steps that are not timed. After them, every request has kept a state."""
 
 CHUNK_TOKENS = 2048
 PROMPT_TOKENS = 1024
@@ -65,7 +71,7 @@ TABLES = {
     "metrics": "us of CPU time: a decode step, asking in it for metrics, a reading of all series",
     "memory": "bytes of the manager for each small page: empty arena, all of it cached",
 }
-"""What is measured, with the words above it."""
+"""Name of a table -> the text above it."""
 
 
 P = ParamSpec("P")
@@ -74,7 +80,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What one manager takes, in microseconds; None where the arena is too small for the case."""
+    """Times of one manager, in microseconds.
+
+    None means that the arena is too small for the case.
+    """
 
     decode_step: float | None
     chunk: float | None
@@ -88,7 +97,7 @@ def median_us(durations: Sequence[float]) -> float:
 
 
 def timed(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[float, T]:
-    """Seconds of this thread's CPU time, so that other programs do not count, and the result."""
+    """Return the seconds of this thread's CPU time, without other programs, and the result."""
     start = time.thread_time()
     result = call(*args, **kwargs)
     return time.thread_time() - start, result
@@ -97,7 +106,7 @@ def timed(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[floa
 def decode_step_us(side: Ours | Stock) -> float:
     for number in range(NUM_RUNNING):
         name = f"d{number}"
-        # Lengths differ, so that page boundaries fall on all steps alike.
+        # Lengths differ, so that page boundaries are spread evenly over the steps.
         prompt_tokens = PROMPT_TOKENS + 37 * number % 512
         side.begin(name, 1000 + number, prompt_tokens)
         side.advance(name, prompt_tokens)
@@ -128,7 +137,7 @@ def chunk_us(side: Ours | Stock) -> float:
 
 
 def long_request_us(side: Ours | Stock) -> tuple[float, float, float]:
-    """Lookup, admission and end of a request whose first 32k tokens are cached."""
+    """Time lookup, admission and end of a request whose first 32k tokens are cached."""
     side.begin("long", 9000, PREFIX_TOKENS)
     for _ in range(PREFIX_TOKENS // CHUNK_TOKENS):
         side.new_step()
@@ -149,7 +158,7 @@ def long_request_us(side: Ours | Stock) -> tuple[float, float, float]:
 
 
 def unless_too_small(measure_case: Callable[[Ours | Stock], T], side: Ours | Stock) -> T | None:
-    """None where the arena is too small for the case."""
+    """Measure a case; return None if the arena is too small for it."""
     try:
         return measure_case(side)
     except (MemoryError, OutOfPagesError):
@@ -157,14 +166,14 @@ def unless_too_small(measure_case: Callable[[Ours | Stock], T], side: Ours | Sto
 
 
 def measure(*sides: Ours | Stock, rounds: int) -> list[Times]:
-    """Every case on every side by turns; of each the least of the rounds."""
+    """Measure all cases of all sides in turn, and return the least time of the rounds."""
     best: list[dict[str, float | None]] = [{} for _ in sides]
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds):
             for side, least in zip(sides, best, strict=True):
-                # Content of this round alone, or nothing would be new to the cache.
+                # Each round needs new content. Otherwise the cache would know everything already.
                 side.first_seed = number * 1_000_000
                 for case, value in asdict(measure_once(side)).items():
                     known = least.get(case)
@@ -303,7 +312,7 @@ def measure_memory(names: Sequence[str], arena_bytes: int) -> list[dict[str, Any
             side.advance(f"m{number}", CHUNK_TOKENS)
             side.keep_states(f"m{number}")
             side.finish(f"m{number}")
-            # The hashes belong to the engine.
+            # The engine owns the hashes, so their memory does not count.
             side.hashes.clear()
         full, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -331,7 +340,7 @@ def metrics_line(row: dict[str, Any]) -> str:
 
 
 def measure_metrics(names: Sequence[str], arena_bytes: int, rounds: int) -> list[dict[str, Any]]:
-    """What metrics add: a question in every step, and a reading once a second."""
+    """Measure the cost of metrics: a query in every step, and a reading once a second."""
     from jenga.vllm_plugin.metrics.readings import MetricReader, read_values
 
     rows: list[dict[str, Any]] = []
@@ -387,7 +396,10 @@ def machine_line() -> str:
 
 
 def save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the rows of a run in place of those there of the same tables, and all as text."""
+    """Write the rows of a run and a text of all rows.
+
+    Older rows of the same tables are replaced.
+    """
     path = folder / "bench_manager.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     machine = machine_line()

@@ -1,15 +1,15 @@
-"""How fast the simulator is, and how much memory it takes, on one core of a CPU.
+"""Measure the simulator's speed and memory on one core of a CPU.
 
     python -m perf.manager.bench_replay [--requests 16 64 256] [--models ...] [--save]
     python -m perf.manager.bench_replay --traces 50000 200000 1000000 [--save]
 
-A row of the first replays requests that are all there from the start and decode together; only
-steps in which every one of them decodes are counted, in CPU time of the process. The roofline's
-clock runs, and the arena's bytes are looked at as often as `jenga replay` does by default.
+A row of the first command replays requests that all arrive at the start and decode together. It
+counts only the steps in which all of them decode, in CPU time of the process. The roofline's clock
+runs, and the arena's memory is sampled as often as `jenga replay` does by default.
 
-A row of the second is a whole `jenga replay` of so many short requests on the three-type model, its
-arena full and evicting from early on, each in a process of its own: its CPU time and the most
-memory it ever had.
+A row of the second command is a whole `jenga replay` of that many short requests on the model with
+three layer types. The arena is full, and evicts, from early on. Each row runs in a process of its
+own, and reports its CPU time and peak memory.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 GOAL_STEPS_PER_MINUTE = 50_000
-"""Of 64 requests, on the three-type model."""
+"""Goal for 64 requests on the model with three layer types."""
 
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 2000
@@ -50,12 +50,12 @@ class Row:
     """One case.
 
     Attributes:
-        model: The model.
-        num_types: Its layer types.
-        num_requests: Requests that decode together.
-        num_steps: Steps counted.
-        step_us: CPU time of a step.
-        steps_per_minute: In CPU time.
+        model: Name of the model.
+        num_types: Number of its layer types.
+        num_requests: Number of requests that decode together.
+        num_steps: Number of steps counted.
+        step_us: CPU time of a step, in microseconds.
+        steps_per_minute: Steps per minute of CPU time.
     """
 
     model: str
@@ -67,7 +67,10 @@ class Row:
 
 
 def three_types() -> ModelSpec:
-    """Full attention, windows and states, as many layers as Hymba's with the states of Jamba's."""
+    """Make a model of full attention, windows and states.
+
+    It has as many layers as Hymba, and states of Jamba's size.
+    """
     return ModelSpec(
         name=THREE_TYPES,
         layer_types=(
@@ -89,7 +92,7 @@ def three_types() -> ModelSpec:
 
 def requests(count: int) -> Iterator[Request]:
     for number in range(count):
-        # Pages fill up in different steps.
+        # Lengths differ, so that pages fill up in different steps.
         yield Request(
             name=str(number),
             prompt=(Piece(number, PROMPT_TOKENS + number),),
@@ -130,14 +133,14 @@ class TraceRow:
     """One trace.
 
     Attributes:
-        model: The model.
-        trace: The requests, as of `jenga replay --trace`.
-        num_requests: How many.
-        num_steps: Steps that they took.
-        evicted_pages: Cached small pages given to others on the way.
-        cpu_s: CPU time of the process, reading the trace twice included.
-        peak_rss_bytes: Most memory of the process.
-        start_rss_bytes: The same before the trace was opened.
+        model: Name of the model.
+        trace: Trace in the notation of `jenga replay --trace`.
+        num_requests: Number of requests.
+        num_steps: Number of steps of the replay.
+        evicted_pages: Number of cached small pages that were evicted.
+        cpu_s: CPU seconds of the process, including two readings of the trace.
+        peak_rss_bytes: Peak memory of the process, in bytes.
+        start_rss_bytes: Peak memory before the trace was opened, in bytes.
     """
 
     model: str
@@ -181,7 +184,7 @@ def peak_rss_bytes() -> int:
 
 
 def measure_in_a_process(num_requests: int) -> TraceRow:
-    """Memory that Python once had it keeps, so every trace has a process."""
+    """Replay a trace in a new process, because Python does not return memory to the system."""
     command = [sys.executable, "-m", "perf.manager.bench_replay", "--one-trace", str(num_requests)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return TraceRow(**json.loads(done.stdout))
@@ -215,7 +218,7 @@ HEADER = (
 
 
 def save(name: str, header: str, rows: Sequence[Row | TraceRow], lines: Sequence[str]) -> None:
-    """Keep the rows and the table in `perf/results/cpu`."""
+    """Write the rows and the table to `perf/results/cpu`."""
     folder = Path(__file__).parents[1] / "results" / "cpu"
     here = {"machine": machine(), "commit": commit()}
     records = [json.dumps(asdict(row) | here) + "\n" for row in rows]

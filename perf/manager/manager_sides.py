@@ -1,4 +1,4 @@
-"""Our manager and vLLM's KVCacheManager, called alike: what `bench_manager` measures."""
+"""Our manager and vLLM's KVCacheManager behind the same interface, for `bench_manager`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, St
 from jenga.tables.request import PrefixHit
 
 PREFIX_TOKENS = 32768
-"""Of a long request."""
+"""Length of a long request's prefix, in tokens."""
 
 HASH_TOKENS = 16
 
@@ -19,7 +19,7 @@ def hashes_of(seed: int, num_tokens: int) -> list[bytes]:
 
 
 class Ours:
-    """`jenga.manager.Manager`, called as the vLLM plugin calls it."""
+    """`jenga.manager.Manager`, called in the same way as by the vLLM plugin."""
 
     def __init__(self, geometry: Geometry, arena_bytes: int) -> None:
         self.first_seed = 0
@@ -34,16 +34,16 @@ class Ours:
         self.tokens: dict[str, int] = {}
 
     def begin(self, name: str, seed: int, num_tokens: int) -> None:
-        """Make a request of so many tokens; the seed names its content."""
+        """Create a request of `num_tokens` tokens. The seed determines its content."""
         self.hashes[name] = hashes_of(self.first_seed + seed, num_tokens + 4096)
         self.tokens[name] = 0
 
     def lookup(self, name: str, num_tokens: int) -> PrefixHit:
-        """Look its cached prefix up."""
+        """Look up the request's cached prefix."""
         return self.manager.lookup(self.hashes[name], max_tokens=num_tokens - 1)
 
     def advance(self, name: str, num_tokens: int, hit: PrefixHit | None = None) -> None:
-        """Give it slots for so many tokens more and commit them."""
+        """Allocate slots for `num_tokens` further tokens, and commit them."""
         processed = hit.num_tokens if hit is not None else self.tokens[name]
         if num_tokens == 1 and self.answer_tokens and not processed % self.answer_tokens:
             prefix_hash = self.hashes[name][processed // HASH_TOKENS - 1]
@@ -54,7 +54,7 @@ class Ours:
         self.tokens[name] = num_tokens
 
     def keep_states(self, name: str) -> None:
-        """Keep its states, where they stand at a hash."""
+        """Keep the request's states, if its length is a multiple of the hash interval."""
         if self.tokens[name] % HASH_TOKENS == 0:
             prefix_hash = self.hashes[name][self.tokens[name] // HASH_TOKENS - 1]
             self.manager.keep_state(name, prefix_hash, self.tokens[name])
@@ -71,7 +71,7 @@ class Ours:
 
 
 class Stock:
-    """vLLM's KVCacheManager, called as vLLM's scheduler calls it."""
+    """vLLM's KVCacheManager, called in the same way as by vLLM's scheduler."""
 
     def __init__(self, model: ModelSpec, arena_bytes: int) -> None:
         from vllm.config import VllmConfig
@@ -100,7 +100,7 @@ class Stock:
         self.requests: dict[str, Any] = {}
 
     def begin(self, name: str, seed: int, num_tokens: int) -> None:
-        """Make a request of so many tokens; the seed names its content."""
+        """Create a request of `num_tokens` tokens. The seed determines its content."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -111,11 +111,15 @@ class Stock:
         self.requests[name] = request
 
     def lookup(self, name: str, _num_tokens: int) -> tuple[Any, ...]:
-        """Look its cached prefix up."""
+        """Look up the request's cached prefix."""
         return self.manager.get_computed_blocks(self.requests[name])
 
     def advance(self, name: str, num_tokens: int, hit: tuple[Any, ...] | None = None) -> None:
-        """Give it slots for so many tokens more and commit them."""
+        """Allocate slots for `num_tokens` further tokens, and commit them.
+
+        Raises:
+            MemoryError: vLLM has too few free blocks.
+        """
         request = self.requests[name]
         blocks, num_hit = (None, 0) if hit is None else hit[:2]
         allocated = self.manager.allocate_slots(request, num_tokens, num_hit, blocks)
@@ -126,7 +130,7 @@ class Stock:
             request.append_output_token_ids(1)
 
     def keep_states(self, name: str) -> None:
-        """Nothing: stock keeps states by itself."""
+        """Do nothing: vLLM keeps states by itself."""
 
     def new_step(self) -> None:
         """Begin a step."""
@@ -138,7 +142,7 @@ class Stock:
 
 
 def stock_specs(model: ModelSpec) -> tuple[dict[str, Any], int]:
-    """Make vLLM's spec of each layer, and the tokens of an attention page it would choose."""
+    """Return vLLM's spec of each layer, and vLLM's choice of tokens per attention block."""
     import torch
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -155,7 +159,7 @@ def stock_specs(model: ModelSpec) -> tuple[dict[str, Any], int]:
     states = [layer_type for layer_type in model.layer_types if isinstance(layer_type, State)]
     slot_bytes = max(layer.slot_bytes for each in attention for layer in each.layers)
     state_bytes = max((layer.slot_bytes for each in states for layer in each.layers), default=0)
-    # As vLLM's platforms do: an attention page no smaller than a state.
+    # vLLM's platforms choose the same: an attention block that is no smaller than a state.
     block_tokens = HASH_TOKENS * max(1, -(-state_bytes // (HASH_TOKENS * slot_bytes)))
     specs: dict[str, Any] = {}
     for layer_type in attention:

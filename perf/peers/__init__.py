@@ -1,1 +1,1 @@
-"""Other implementations, on the same pages as ours."""
+"""Other implementations, which run on the same pages as ours."""

@@ -1,7 +1,7 @@
 """Other implementations of paged attention, on the same pages and strides as ours.
 
-Each peer is a function from a batch to a launch that writes into `out`; it raises
-`UnsupportedError` with the reason where it cannot take the shape or is not installed.
+Each peer is a function from a batch to a launch that writes into `out`. It raises
+`UnsupportedError` with the reason if it is not installed or does not support the shape.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 Launch = Callable[[], object]
 
 VLLM_SEGMENTS = 16
-"""Parts vLLM's Triton kernel cuts a decoding request's keys into."""
+"""Number of splits of a decoding request's keys in vLLM's Triton kernel."""
 
 VLLM_MIN_PROGRAMS = 128
-"""Programs below which vLLM's Triton backend splits keys."""
+"""Number of programs below which vLLM's Triton backend splits keys."""
 
 VLLM_TILE_PAGES = 32
-"""Pages of a tile of vLLM's Triton kernel at most, since none has fewer than 16 tokens."""
+"""Largest number of pages in a tile of vLLM's Triton kernel: no page has fewer than 16 tokens."""
 
 FA3_MAX_HEAD_DIM = 256
-"""Widest head of FlashAttention-3; vLLM's backend takes FlashAttention-4 beyond."""
+"""Widest head of FlashAttention-3. vLLM's backend uses FlashAttention-4 for wider ones."""
 
 WORKSPACE_BYTES = 512 << 20
 
@@ -37,11 +37,11 @@ NO_SLOT_SCALES = "takes no scale for each slot"
 
 
 class UnsupportedError(Exception):
-    """A peer is not here, or does not do this."""
+    """A peer is not installed, or does not support the shape."""
 
 
 def vllm_mode(stored: Stored) -> "KVQuantMode":
-    """What vLLM's Triton kernels call such a cache."""
+    """Return the quantisation mode by which vLLM's Triton kernels know such a cache."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     return {
@@ -55,9 +55,9 @@ def vllm_mode(stored: Stored) -> "KVQuantMode":
 
 
 def give_vllm_our_signs(head_dim: int, device: torch.device) -> None:
-    """Have vLLM rotate rows as we do, but for their length: signs are random in both.
+    """Let vLLM rotate rows with our random signs, so that rotated rows differ only in length.
 
-    Then caches with the same contents give the same results. What it does takes no less or more.
+    Then caches with the same contents give the same results. vLLM's time does not change.
     """
     from vllm.v1.attention.ops import int4_per_token_head
 
@@ -66,10 +66,10 @@ def give_vllm_our_signs(head_dim: int, device: torch.device) -> None:
 
 
 def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
-    """Call vLLM's Triton unified attention, as its TRITON_ATTN backend does.
+    """Prepare vLLM's Triton unified attention, as in its TRITON_ATTN backend.
 
-    Where slots have scales, these lie behind each key and value, as that backend has them. With
-    four bits an element it rotates queries and results itself.
+    Scales of slots lie behind each key and value, as in that backend. With four bits per element it
+    rotates queries and results itself.
     """
     try:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
@@ -92,7 +92,8 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     if scale is not None:
         scale = scale.expand(len(shape.requests), shape.num_kv_heads)
     window = (shape.window_tokens - 1, 0) if shape.window_tokens else (-1, -1)
-    # Its loops read the table up to the end of a tile, and its own tables are as long as a model's.
+    # The kernel's loops read the table up to the end of a tile. vLLM's own tables have the model's
+    # maximum length.
     page_table = torch.nn.functional.pad(batch.page_table, (0, VLLM_TILE_PAGES))
 
     def launch() -> None:
@@ -128,7 +129,7 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
 
 
 def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
-    """Call FlashAttention-3 in vLLM's build, with its schedule computed ahead."""
+    """Prepare FlashAttention-3 in vLLM's build. Its schedule is computed before and not timed."""
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import (
             flash_attn_varlen_func,
@@ -193,7 +194,7 @@ def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
 
 
 def flashinfer(batch: AttentionBatch, out: torch.Tensor) -> Launch:
-    """Call FlashInfer's paged wrappers; planning is not timed."""
+    """Prepare FlashInfer's paged wrappers. Planning is not timed."""
     try:
         import flashinfer as library
     except ImportError as error:
@@ -247,4 +248,4 @@ PEERS = {
     "flash-attention-3": flash_attention_3,
     "flashinfer": flashinfer,
 }
-"""Name in a row -> what prepares its launch."""
+"""Name in a row -> function that prepares the launch."""

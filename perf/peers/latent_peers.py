@@ -1,7 +1,7 @@
 """Other implementations of latent attention, on the same pages and strides as ours.
 
-Each peer is a function from a batch to a launch that writes into `out`; it raises
-`UnsupportedError` with the reason where it cannot take the shape or is not installed.
+Each peer is a function from a batch to a launch that writes into `out`. It raises
+`UnsupportedError` with the reason if it is not installed or does not support the shape.
 """
 
 import torch
@@ -11,14 +11,17 @@ from perf.peers.attention_peers import WORKSPACE_BYTES, Launch, UnsupportedError
 from perf.shapes.latent_shapes import LATENT_DIM, ROTARY_DIM, SCALE, WIDTH, LatentBatch
 
 FLASH_MLA_PAGE_TOKENS = 64
-"""The only page FlashMLA's kernels for bfloat16 read."""
+"""The only page size, in tokens, that FlashMLA's bfloat16 kernels support."""
 
 VLLM_SPLIT_TOKENS = 512
-"""Keys of one part of a request in vLLM's Triton backend, at least."""
+"""Least number of keys in one split of a request in vLLM's Triton backend."""
 
 
 def vllm_triton(batch: LatentBatch, out: torch.Tensor) -> Launch:
-    """Call vLLM's Triton decode kernels, as its TRITON_MLA backend does: a row per query token."""
+    """Prepare vLLM's Triton decode kernels, as in its TRITON_MLA backend.
+
+    Each query token is a row of its own.
+    """
     try:
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
     except ImportError as error:
@@ -61,7 +64,10 @@ def vllm_triton(batch: LatentBatch, out: torch.Tensor) -> Launch:
 
 
 def flash_mla(batch: LatentBatch, out: torch.Tensor) -> Launch:
-    """Call FlashMLA in vLLM's build; its schedule, made at the first call, is not timed."""
+    """Prepare FlashMLA in vLLM's build.
+
+    Its schedule is made at the first call, which is not timed.
+    """
     try:
         from vllm.v1.attention.ops.flashmla import (
             flash_mla_with_kvcache,
@@ -100,7 +106,7 @@ def flash_mla(batch: LatentBatch, out: torch.Tensor) -> Launch:
 
 
 def flashinfer(batch: LatentBatch, out: torch.Tensor) -> Launch:
-    """Call FlashInfer's MLA wrapper; planning is not timed."""
+    """Prepare FlashInfer's MLA wrapper. Planning is not timed."""
     try:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
     except ImportError as error:
@@ -142,10 +148,10 @@ def flashinfer(batch: LatentBatch, out: torch.Tensor) -> Launch:
 
 
 def _uniform_queries(batch: LatentBatch) -> int:
-    """Query tokens of each request, if all have the same number.
+    """Return the number of query tokens per request, if it is the same for all.
 
     Raises:
-        UnsupportedError: If they have not, or so many that this is no decoding.
+        UnsupportedError: The numbers differ, or are too large for a decode step.
     """
     counts = {queries for queries, _ in batch.shape.requests}
     most_drafted = 8
@@ -156,4 +162,4 @@ def _uniform_queries(batch: LatentBatch) -> int:
 
 
 PEERS = {"vllm-triton": vllm_triton, "flash-mla": flash_mla, "flashinfer": flashinfer}
-"""Name in a row -> what prepares its launch."""
+"""Name in a row -> function that prepares the launch."""

@@ -1,1 +1,1 @@
-"""Workloads in time, ours beside vLLM's manager at its best: `python -m perf.serving`."""
+"""Serving over time: Jenga and vLLM's manager in its best setting, by `python -m perf.serving`."""

@@ -1,31 +1,37 @@
-"""Serving in time: ours beside vLLM in its best setting, by workload, load, model and arena.
+"""Compare serving over time with Jenga and with vLLM in its best setting.
 
     python -m perf.serving --quick
     python -m perf.serving --jobs 8 --out rows.jsonl [--known perf/results/cpu/serving_stock.jsonl]
     python -m perf.serving --table --out rows.jsonl [--known ...] [--causes causes.json]
 
-A cell is a model on its GPUs, a share of the arena that they have, a workload and a seed. For each
-cell the suite searches the capacity of stock, which is vLLM's own manager in the best of its
-settings for the trace, and of each system of ours: the highest rate of arrivals at which TTFT p99
-stays within four times that of the longest prompt alone. Then it replays all
-of them at 50, 75, 90 and 120 % of stock's capacity. The first quarter of the arrivals only warms
-the cache up: they come no faster than a GPU keeps up with that hits nothing, and do not count. With
-`--cold` there is no such quarter. Systems are
+A cell is a model on its GPUs, a share of their arena, a workload and a seed. The capacity of a
+system is the highest rate of arrivals at which TTFT p99 stays within four times that of the longest
+prompt alone. For each cell the suite does this:
+
+1. It searches the capacity of stock: vLLM's own manager in the best of its settings for the trace.
+2. It searches the capacity of each of our systems.
+3. It replays all systems at 50, 75, 90 and 120 % of stock's capacity.
+
+The first quarter of the arrivals only warms the cache up and does not count. These requests arrive
+no faster than a GPU can serve without hits. `--cold` leaves the warm-up out. The systems are:
 
     jenga           ours with its default policy; `jenga POLICY` with another one by its name
     oracle          ours with a policy that knows the trace (`jenga.sim.replays.oracle`)
-    unlimited       ours with memory without end
-    vllm            stock, measured always: default, dense, retention 2,048 to 16,384 tokens, hashes
-                    of 16 tokens where there are states, the hybrid manager off where there are
-                    windows; `--stock` names others
+    unlimited       ours with unlimited memory
+    vllm            stock, always measured; `--stock` selects its settings
 
-Rows are added to `--out` as they come, a JSON object each. What is there, or in `--known`, is not
-measured again, so that a run that was stopped goes on where it was. Rows of stock depend on the
-simulator alone, but those of ours on the package: take another file for another commit of it. The
-order is that of seeds, then arenas, workloads, models, so that the beginning covers all models.
+The settings of stock are its default, dense retention, and retention of 2,048 to 16,384 tokens.
+Models with states also get hashes of 16 tokens. Models with windows but without states also get
+the hybrid manager off.
 
-At the load nearest below its capacity stock runs in all settings, at the others in those that were
-best there in hits, requests a second or TTFT p99, and in its default.
+Rows are appended to `--out` as they are measured, one JSON object each. Rows that are already
+there, or in `--known`, are not measured again, so an interrupted run can continue. Stock's rows
+depend only on the simulator, but our rows depend on the package. Use another file for another
+commit of the package. Cells are ordered by seed, then arena, workload and model, so that the first
+cells cover all models.
+
+At the load nearest below its capacity, stock runs in all settings. At the other loads it runs in
+its default, and in the settings that were best there in hits, requests per second or TTFT p99.
 
 The whole suite has 726 cells of about two minutes each on one core. `--quick` has 9.
 """
@@ -68,7 +74,7 @@ QUICK = {
     "stock": ["default", "retention=dense", "retention=8192"],
     "systems": [OURS, ORACLE],
 }
-"""What `--quick` takes where nothing else is said."""
+"""Options of `--quick`, unless they are given."""
 
 FULL = {
     "models": list(MODELS),
@@ -79,7 +85,7 @@ FULL = {
     "stock": list(STOCK_SETTINGS),
     "systems": [OURS, ORACLE, UNLIMITED],
 }
-"""What is taken otherwise."""
+"""Options without `--quick`, unless they are given."""
 
 OUT = Path(__file__).parents[1] / "results" / "cpu" / "serving.jsonl"
 
@@ -159,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(options: argparse.Namespace, paths: Sequence[Path]) -> int:
-    """Measure all cells; how many replays failed."""
+    """Measure all cells, and return the number of failed replays."""
     plan = Plan(
         systems=options.systems,
         settings=options.stock,
@@ -192,7 +198,7 @@ def _measured(
     jobs: int,
     end_s: float | None,
 ) -> Iterator[tuple[Cell, int, float]]:
-    """Cells as they are done, the replays that failed, and seconds."""
+    """Yield cells as they are done, each with its number of failed replays and its seconds."""
 
     def next_cells() -> Iterator[Cell]:
         for cell in chosen:
@@ -205,7 +211,7 @@ def _measured(
             yield _timed(cell, plan, known.get(cell, []))
         return
     waiting = next_cells()
-    # A process that is forked would share what vLLM has begun.
+    # A forked process would share state that vLLM has initialized.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running: set[Future[tuple[Cell, int, float]]] = set()
         while True:

@@ -1,8 +1,9 @@
-"""The cells of the suite: models on their GPUs, budgets, workloads, and the systems compared.
+"""Cells of the suite: models on their GPUs, budgets, workloads, and the systems compared.
 
-A workload's sizes are drawn from its seed, in relation to how many such texts fit the arena. So a
-model with room for a hundred articles is asked about a hundred and fifty, and one with room for ten
-about fifteen. Every cell is written as a trace of `jenga replay --trace`, and can be run alone.
+Sizes of a workload are drawn with its seed, relative to the number of such texts that fit the
+arena. For example, a model with room for a hundred articles gets questions on about a hundred and
+fifty. One with room for ten gets questions on about fifteen. Each cell is a trace in the notation
+of `jenga replay --trace`, and can be replayed alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,19 +34,20 @@ MODELS = {
     "gpt-oss-20b": "H100",
     "llama-4-scout": "H200",
 }
-"""Models, and the GPU that each runs on: on one, or as many as leave room for an arena."""
+"""Model -> the kind of GPU that it runs on: one, or as many as leave room for an arena."""
 
 BUDGETS = (1.0, 0.25)
-"""Shares of the arena that a GPU has beside a model's weights."""
+"""Shares, 0 to 1, of the memory that a GPU has left after a model's weights."""
 
 LOADS = (50, 75, 90, 120)
-"""Arrivals, in percent of stock's capacity."""
+"""Rates of arrivals, in percent of stock's capacity."""
 
 LIMITS = (4,)
-"""TTFT p99 that a capacity allows, in times the TTFT of the longest prompt alone; largest first.
+"""TTFT p99 that a capacity allows, as multiples of the longest prompt's TTFT alone; largest first.
 
-Ten times would leave some workloads without a capacity: a trace of some hundreds of requests ends
-before its queue is as long."""
+With a limit of 10, some workloads would have no capacity: a trace of some hundreds of requests ends
+before its queue gets that long.
+"""
 
 ACHIEVED = {
     "H100-80G": Achieved(
@@ -61,23 +63,34 @@ ACHIEVED = {
         attention_bandwidth_share=0.75,
     ),
 }
-"""Shares of the peaks, rounded from `jenga.sim.batching.measured`, so that rows stay comparable
-when a GPU is measured again."""
+"""Achieved shares of the GPUs' peaks, rounded from `jenga.sim.batching.measured`.
+
+Rounding keeps rows comparable when a GPU is measured again.
+"""
 
 MOST_REQUESTS = 400
-"""Of a cell: enough for a p99, and few enough for the whole suite to take hours."""
+"""Largest number of requests in a cell.
+
+It is enough for a p99, and few enough for the whole suite to take hours.
+"""
 
 LEAST_REQUESTS = 200
-"""Of a cell on a small arena: texts are shorter there, and asked about more often."""
+"""Least number of requests in a cell with a small arena.
+
+Articles are shorter there, and get more questions.
+"""
 
 TEXT_TOKENS = 4000, 60_000
-"""Fewest and most of an article, however little or much the arena holds."""
+"""Least and largest size of an article in tokens, for any size of the arena."""
 
 STOCK = "vllm"
 UNLIMITED = "unlimited"
 ORACLE = "oracle"
 OURS = "jenga"
-"""Systems; `jenga POLICY` is ours with another eviction policy, `vllm OPTIONS` stock's settings."""
+"""Names of systems.
+
+`jenga POLICY` is Jenga with another eviction policy, and `vllm OPTIONS` is stock with settings.
+"""
 
 STOCK_SETTINGS = (
     "default",
@@ -89,19 +102,21 @@ STOCK_SETTINGS = (
     "match=16",
     "hybrid=off",
 )
-"""Settings of stock, as `jenga.sim.arenas.vllm_plan.read_stock_options` reads them."""
+"""Settings of stock, in the notation of `jenga.sim.arenas.vllm_plan.read_stock_options`."""
 
 
 def stock_systems(model: ModelSpec, settings: Sequence[str] = STOCK_SETTINGS) -> list[str]:
-    """Stock in the settings that make a difference for a model.
+    """Return stock's system names, with the settings that make a difference for a model.
 
-    Models of full attention alone have the default. Others keep windows and states within a prompt
-    by their retention, a multiple of a block. Only states make a block longer than 16 tokens, and
-    only windows can be kept as full attention is.
+    - A model with only full attention has only the default.
+    - Windows and states are cached within a prompt at intervals of the retention, which is rounded
+      to blocks.
+    - `match` matters only with states, because only they make a block longer than 16 tokens.
+    - `hybrid=off` is for windows without states, because windows can be kept like full attention.
 
     Args:
         model: The model.
-        settings: Of `STOCK_SETTINGS`, or others of that form.
+        settings: Some of `STOCK_SETTINGS`, or others of that form.
     """
     has_states = any(isinstance(each, State) for each in model.layer_types)
     has_windows = any(isinstance(each, SlidingWindow | ChunkedLocal) for each in model.layer_types)
@@ -135,7 +150,7 @@ def is_stock(system: str) -> bool:
 
 
 def check_system(system: str) -> None:
-    """Refuse a name that is no system's.
+    """Check that a name is a system's.
 
     Raises:
         ValueError: It is not.
@@ -158,24 +173,24 @@ def check_system(system: str) -> None:
 
 @cache
 def machine(model: str) -> Setting:
-    """A model on its GPUs."""
+    """Return a model on its GPUs."""
     return setting(model, MODELS[model])
 
 
 def clock_of(one: Setting) -> StepTime:
-    """Seconds of a step of a model on its GPUs."""
+    """Return the model of step times for a model on its GPUs."""
     weights = weights_of(one.facts, ranks=one.ranks)
     return StepTime(one.model, weights, one.gpu, achieved=ACHIEVED[one.gpu.name])
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much an arena holds.
+    """Capacity of an arena.
 
     Attributes:
-        arena_bytes: Of one rank.
-        token_bytes: Of a token in full attention.
-        text_bytes: Of a text besides: windows and states after it.
+        arena_bytes: Bytes of the arena on one rank.
+        token_bytes: Bytes of one token in all full-attention layers.
+        text_bytes: Further bytes of a text: the windows and states at its end.
     """
 
     arena_bytes: int
@@ -183,17 +198,20 @@ class Room:
     text_bytes: float
 
     def texts(self, num_tokens: float) -> float:
-        """How many texts of so many tokens it holds."""
+        """Return the number of texts of a length that fit."""
         return self.arena_bytes / (num_tokens * self.token_bytes + self.text_bytes)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest prompt that a workload may have: it takes a third of the arena."""
+        """Length of the longest prompt of any workload, in tokens.
+
+        It takes a third of the arena.
+        """
         return int((self.arena_bytes / 3 - self.text_bytes) / self.token_bytes)
 
 
 def room_of(one: Setting, budget: float) -> Room:
-    """The room of a model's arena."""
+    """Return the room in a share of a model's arena."""
     token_bytes = text_bytes = 0.0
     for layer_type in one.model.layer_types:
         slot_bytes = sum(layer.slot_bytes for layer in layer_type.layers)
@@ -214,13 +232,15 @@ def room_of(one: Setting, budget: float) -> Room:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests whose arrivals can be made denser.
+    """Requests whose rate of arrivals can be chosen.
 
     Attributes:
-        text: As of `jenga replay --trace`, without its rate.
-        num_arrivals: Arrivals that the rate counts; some have several requests, or later turns.
-        base_per_s: Arrivals a second of a file as it is; 0 where the text takes a rate.
-        limit: Requests that are read; None for all.
+        text: Trace in the notation of `jenga replay --trace`, without its rate.
+        num_arrivals: Number of arrivals that the rate counts. An arrival may bring several
+            requests, or later turns.
+        base_per_s: Arrivals per second in a trace that is a file. 0 means that `text` accepts a
+            rate.
+        limit: Number of requests that are read. None means all.
     """
 
     text: str
@@ -229,11 +249,11 @@ class Trace:
     limit: int | None = None
 
     def at(self, rate: float) -> str:
-        """The text of this trace with so many arrivals a second."""
+        """Return the trace with a rate of arrivals per second."""
         return self.text if self.base_per_s else f"{self.text},rate={rate:g}"
 
     def requests(self, rate: float) -> Iterator[Request]:
-        """Requests with so many arrivals a second."""
+        """Yield the requests with a rate of arrivals per second."""
         speed = rate / self.base_per_s if self.base_per_s else 1.0
         return open_source(self.at(rate), limit=self.limit, speed=speed)
 
@@ -241,14 +261,15 @@ class Trace:
 def _articles_of(
     draw: Random, room: Room, sizes: Sequence[int], *, share: float, asked: float
 ) -> tuple[int, int]:
-    """How many articles of how many tokens fill an arena.
+    """Return the number of articles that fill a share of an arena, and their length in tokens.
 
     Args:
-        draw: Of their size.
+        draw: Random numbers for the length.
         room: The arena.
-        sizes: Tokens of an article where the requests allow it.
-        share: Arenas that all articles fill.
-        asked: Requests about each of them.
+        sizes: Lengths to choose from, in tokens. The length is changed if the number of requests
+            would be too large or too small.
+        share: Number of arenas that all articles together would fill.
+        asked: Number of requests about each article.
     """
     least, most = TEXT_TOKENS
     tokens = draw.choice(sizes)
@@ -265,7 +286,7 @@ def _count(wanted: float, least: int, most: float) -> int:
 
 
 def _articles(draw: Random, room: Room) -> Trace:
-    """Long articles, each asked about several times in any order; they do not all fit."""
+    """Long articles with several questions each, in any order. Usually not all articles fit."""
     questions, share = draw.choice((6, 8, 12)), draw.uniform(0.8, 2.0)
     sizes = (8000, 16_000, 30_000)
     num, tokens = _articles_of(draw, room, sizes, share=share, asked=questions)
@@ -276,12 +297,12 @@ def _articles(draw: Random, room: Room) -> Trace:
 
 
 def _articles24(_draw: Random, room: Room) -> Trace:
-    """24 articles of 30,000 tokens with 8 questions each, whatever the arena holds."""
+    """24 articles of 30,000 tokens with 8 questions each, independent of the arena's size."""
     return Trace(f"articles:n=24,questions=8,tokens={min(30_000, room.longest_tokens)}", 24 * 8)
 
 
 def _rag(draw: Random, _room: Room) -> Trace:
-    """A head that all share, then chunks in any order."""
+    """A head that all requests share, then some chunks of a pool in any order."""
     head, chunk = draw.choice((512, 1024, 4096)), draw.choice((512, 2048))
     pool, read, exponent = draw.choice((60, 200)), draw.choice((4, 8)), draw.choice((0, 0.8, 1.1))
     text = (
@@ -292,7 +313,7 @@ def _rag(draw: Random, _room: Room) -> Trace:
 
 
 def _samples(draw: Random, room: Room) -> Trace:
-    """Eight samples of each prompt at once."""
+    """Eight samples of each prompt, at the same time."""
     most = min(draw.choice((6000, 20_000, 30_000)), room.longest_tokens)
     num, output = MOST_REQUESTS // 8, draw.choice((300, 800))
     text = f"samples:n={num},num_samples=8,tokens={most // 3}-{most},output=100-{output}"
@@ -300,7 +321,7 @@ def _samples(draw: Random, room: Room) -> Trace:
 
 
 def _mixed(draw: Random, room: Room) -> Trace:
-    """Chats beside bursts of documents."""
+    """Chats together with bursts of documents."""
     chats, head = draw.choice((24, 48)), draw.choice((300, 1500))
     chat_tokens = min(32_000, room.longest_tokens)
     document = min(30_000, room.longest_tokens // 2)
@@ -313,14 +334,17 @@ def _mixed(draw: Random, room: Room) -> Trace:
 
 
 AGENT_TOKENS = 60_000
-"""Tokens of prompts of the workload `agents`, on average."""
+"""Mean number of prompt tokens in the workload `agents`."""
 
 AGENT_SESSIONS = 36, 56
-"""Fewest and most of its sessions: fewer, even all at once, may stay within the limit."""
+"""Least and largest number of its sessions.
+
+Fewer sessions may stay within the limit even if all arrive at once.
+"""
 
 
 def _agents(draw: Random, room: Room) -> Trace:
-    """Sessions of agents, whose next turn follows the answer before it."""
+    """Sessions of agents. The next turn follows the answer to the turn before."""
     share = draw.uniform(1.5, 3.0)
     context = min(150_000, room.longest_tokens)
     task = min(80_000, context // 2)
@@ -335,14 +359,14 @@ def _agents(draw: Random, room: Room) -> Trace:
 
 
 def _shift(draw: Random, room: Room) -> Trace:
-    """Articles, all of which are replaced by others half way."""
+    """Articles that are all replaced by other articles in the middle of the trace."""
     share = draw.uniform(0.5, 1.0)
     num, tokens = _articles_of(draw, room, (8000, 20_000), share=share, asked=8)
     return Trace(f"shift:n={MOST_REQUESTS},num_articles={num},tokens={tokens}", MOST_REQUESTS)
 
 
 def _alternate(draw: Random, room: Room) -> Trace:
-    """Two sets of articles in turns, each of which nearly fits."""
+    """Two sets of articles that take turns. Each set alone nearly fits."""
     share = draw.uniform(0.5, 0.9)
     num, tokens = _articles_of(draw, room, (8000, 20_000), share=share, asked=8)
     turn = _count(draw.choice((1, 2)) * num, 8, MOST_REQUESTS / 6)
@@ -351,7 +375,7 @@ def _alternate(draw: Random, room: Room) -> Trace:
 
 
 def _loop(draw: Random, room: Room) -> Trace:
-    """Articles round and round, a little more than fit."""
+    """Articles in a cycle, slightly more than fit."""
     share = draw.uniform(1.05, 1.3)
     num, tokens = _articles_of(draw, room, (10_000, 20_000), share=share, asked=6)
     rounds = -(-LEAST_REQUESTS // num)
@@ -359,7 +383,7 @@ def _loop(draw: Random, room: Room) -> Trace:
 
 
 def _zipf(draw: Random, room: Room) -> Trace:
-    """Whole prompts by popularity, most of them once."""
+    """Whole prompts that repeat by popularity. Most of them come once."""
     mean = min(max(2000, room.texts(1) / 100), 24_000, room.longest_tokens // 2)
     text = (
         f"zipf:n={MOST_REQUESTS},exponent={draw.choice((0.7, 0.9, 1.1))},"
@@ -369,7 +393,7 @@ def _zipf(draw: Random, room: Room) -> Trace:
 
 
 def _tools(draw: Random, room: Room) -> Trace:
-    """Heads of instructions and examples, with inputs of their own; and documents."""
+    """Heads of instructions and examples, with different inputs; and documents."""
     heads, head = draw.choice((20, 60)), draw.choice((6000, 15_000))
     document = min(40_000, room.longest_tokens // 2)
     text = (
@@ -392,11 +416,14 @@ WORKLOADS: dict[str, Callable[[Random, Room], Trace]] = {
     "loop": _loop,
     "articles24": _articles24,
 }
-"""Made-up workloads by name."""
+"""Name -> made-up workload."""
 
 MOONCAKE = "mooncake"
 MOONCAKE_BEGIN = 1000
-"""Name of the workload of Mooncake's trace; rows of it between the beginnings of two seeds."""
+"""Name of the workload with Mooncake's trace.
+
+`MOONCAKE_BEGIN` is the number of rows between the beginnings of two seeds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,9 +432,9 @@ class Cell:
 
     Attributes:
         model: The model.
-        budget: Share of the arena of its GPUs.
-        workload: A name of `WORKLOADS`, or `MOONCAKE`.
-        seed: Of all that is drawn.
+        budget: Share of the arena of its GPUs, 0 to 1.
+        workload: Name in `WORKLOADS`, or `MOONCAKE`.
+        seed: Seed of all random draws.
     """
 
     model: str
@@ -417,22 +444,22 @@ class Cell:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena of one rank."""
+        """Bytes of the arena on one rank."""
         return int(machine(self.model).arena_bytes * self.budget)
 
     @property
     def text(self) -> str:
-        """The cell in words."""
+        """Text that names the cell."""
         return f"{self.model} x{self.budget:g} {self.workload} seed {self.seed}"
 
     def trace(self, mooncake: Path | None = None) -> Trace:
-        """Its requests.
+        """Make the cell's trace.
 
         Args:
-            mooncake: Mooncake's trace.
+            mooncake: File of Mooncake's trace.
 
         Raises:
-            ValueError: The cell is of that trace, and it is not given.
+            ValueError: The cell needs that trace, and it is not given.
         """
         if self.workload == MOONCAKE:
             if mooncake is None:
@@ -452,7 +479,7 @@ def _file_trace(path: Path) -> Trace:
 def cells(
     models: Sequence[str], budgets: Sequence[float], workloads: Sequence[str], seeds: Sequence[int]
 ) -> list[Cell]:
-    """All cells; those that come first are of all models and workloads."""
+    """List all cells. Seeds vary slowest, so the first cells cover all models and workloads."""
     return [
         Cell(model, budget, workload, seed)
         for seed, budget, workload, model in product(seeds, budgets, workloads, models)

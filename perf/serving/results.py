@@ -1,4 +1,4 @@
-"""What the rows of the suite come to: gains and losses against stock's best."""
+"""Results of the suite: gains and losses against stock's best setting."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,24 +12,27 @@ from perf.serving.rows import CAPACITY, LOAD, Row, by_cell
 from perf.serving.suite import FAILED, rate_of_load
 
 LEAST_RATIO = 0.99
-"""Of our hits, requests a second and capacity to those of stock's best setting: less is a loss."""
+"""Least ratio of our hits, requests per second and capacity to stock's best. Less is a loss."""
 
 MOST_TTFT_RATIO = 1.05
-"""Of our TTFT p99 to that of stock's best setting: more is a loss."""
+"""Largest ratio of our TTFT p99 to stock's best. More is a loss."""
 
 MOST_PREEMPTED_SHARE = 0.02
-"""Of requests, by which our preemptions may be above those of stock's best setting."""
+"""Largest excess of our preemptions over stock's best, as a share of requests. More is a loss."""
 
 HITS_OFFSET_PERCENT = 1.0
-"""Added to hits before their ratio is taken, since some cells have none."""
+"""Percentage points added to both hit rates before their ratio is taken, since hits may be 0."""
 
 LEAST_S = 1e-3
-"""Seconds below which two times are alike."""
+"""Seconds added to both times, and also to both rates of requests, before their ratio is taken.
+
+Times well below it count as equal.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Group:
-    """Cells that differ in their seed alone."""
+    """Cells that differ only in their seed."""
 
     model: str
     budget: float
@@ -37,12 +40,12 @@ class Group:
 
     @property
     def text(self) -> str:
-        """The group in words."""
+        """Text that names the group."""
         return f"{self.model} x{self.budget:g} {self.workload}"
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the model has layers besides full attention."""
+        """Whether the model has other layers in addition to full attention."""
         return any(
             not isinstance(each, FullAttention) for each in machine(self.model).model.layer_types
         )
@@ -50,18 +53,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A number of ours that falls behind stock's best.
+    """A metric in which our system falls behind stock's best setting.
 
     Attributes:
         group: The cells.
-        load: In percent of stock's capacity; 0 of the capacity itself.
-        number: What falls behind.
-        ours: Mean over seeds.
-        stock: Likewise, each of the setting of stock that is best for this number.
-        ratio: Geometric mean over seeds; of preemptions the difference in requests.
-        worst: The worst of the seeds.
-        setting: Of stock, best in most seeds.
-        seeds: How many there are.
+        load: Load in percent of stock's capacity. 0 means that the metric is the capacity itself.
+        number: Name of the metric.
+        ours: Mean of our values over seeds.
+        stock: Mean of stock's values over seeds. For each seed it is the best setting in this
+            metric.
+        ratio: Geometric mean over seeds of ours / stock's. For preemptions it is the mean
+            difference as a share of requests.
+        worst: Ratio or difference of the worst seed.
+        setting: Setting of stock that is best in most seeds.
+        seeds: Number of seeds.
     """
 
     group: Group
@@ -76,19 +81,19 @@ class Loss:
 
     @property
     def name(self) -> str:
-        """What names the loss in a file of causes."""
+        """Name of the loss in a file of causes."""
         at = f"{self.load}" if self.load else "capacity"
         return f"{self.group.text} {at} {self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A cell at one load.
+    """Replays of a cell at one load.
 
     Attributes:
-        ours: The row of the system that is compared.
+        ours: Row of our system.
         stock: Rows of stock, one for each setting.
-        others: Rows of all systems, by name.
+        others: Name of a system -> its row, for all systems.
     """
 
     ours: Row
@@ -96,12 +101,12 @@ class Pair:
     others: dict[str, Row]
 
     def best(self, number: str) -> Row:
-        """The row of stock that is best in a number: of hits and rates the most, else the least."""
+        """Return stock's best row in a metric: highest hits or requests per second, else lowest."""
         choose = max if number in ("hit_percent", "requests_per_s") else min
         return choose(self.stock, key=lambda row: row[number])
 
     def ratio(self, number: str, row: Row | None = None) -> float:
-        """Ours, or another row's, to stock's best."""
+        """Return the ratio of our row, or another one, to stock's best in a metric."""
         return _ratio(number, row or self.ours, self.best(number))
 
 
@@ -111,16 +116,16 @@ def _ratio(number: str, row: Row, to: Row) -> float:
 
 
 Capacities = dict[tuple[str, int], Row]
-"""(system, limit) -> its row."""
+"""(system, limit) -> row of the capacity."""
 
 
 class Results:
     """Rows, sorted for the table.
 
     Attributes:
-        system: Ours, which is compared.
-        capacities: Of each group, those of its seeds.
-        pairs: Of each group and load, those of its seeds.
+        system: Name of our system that is compared with stock.
+        capacities: Group -> capacities of each seed.
+        pairs: Group and load -> replays of each seed.
         failed: Rows of replays that failed.
     """
 
@@ -128,8 +133,8 @@ class Results:
         """Sort the rows.
 
         Args:
-            rows: Scheduled alike; cells whose rows are not complete are left out.
-            system: To compare.
+            rows: Rows with the same scheduling. Cells without a capacity of stock are left out.
+            system: Name of our system that is compared with stock.
         """
         rows = list(rows)
         self.system = system
@@ -157,7 +162,7 @@ class Results:
                     self.pairs.setdefault((group, load), []).append(pair)
 
     def gains(self, group: Group, limit: int, system: str | None = None) -> list[float]:
-        """Capacities of a system over those of stock's best setting, for each seed of both."""
+        """Return a system's capacities divided by stock's best, for each seed that has both."""
         name = system or self.system
         found: list[float] = []
         for capacities in self.capacities[group]:
@@ -168,7 +173,7 @@ class Results:
 
     @cached_property
     def losses(self) -> list[Loss]:
-        """Numbers of ours that fall behind stock's best, the worst first."""
+        """Metrics in which our system falls behind stock's best, worst first."""
         found = [*self._lost_capacities(), *self._lost_at_loads()]
         return sorted(found, key=_severity)
 
@@ -215,12 +220,12 @@ class Results:
 
 
 def _counts(row: Row, system: str) -> bool:
-    """Whether a failure of a row is one of what is compared."""
+    """Whether a failed row belongs to the compared system or to stock."""
     return row["system"] == system or is_stock(row["system"])
 
 
 def _is_refusal(row: Row) -> bool:
-    """Whether stock refuses a model in a setting."""
+    """Whether a row failed because stock refuses the model in a setting."""
     return is_stock(row["system"]) and row[FAILED].startswith("ValueError")
 
 
@@ -245,7 +250,7 @@ def _most(names: Iterable[str]) -> str:
 
 
 def _severity(loss: Loss) -> float:
-    """Smaller of worse losses."""
+    """Return a sort key that is smaller for worse losses."""
     if loss.number == "preemptions":
         return 1 - loss.ratio
     return 1 / loss.ratio if loss.number == "ttft_p99_s" else loss.ratio

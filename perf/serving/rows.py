@@ -1,4 +1,7 @@
-"""Rows of the suite: one JSON object a line, added as they come, the last of a kind counts."""
+"""Rows of the suite, one JSON object per line.
+
+If two rows have the same key, the later one counts.
+"""
 
 import json
 import os
@@ -12,7 +15,13 @@ from perf.serving.cases import Cell
 Row = dict[str, Any]
 
 CAPACITY, PROBE, LOAD, BOUNDS = "capacity", "probe", "load", "bounds"
-"""Kinds of rows: the highest rate; a replay on the way to it; one at a share of it; bounds."""
+"""Kinds of rows.
+
+- A capacity is the highest rate within a limit.
+- A probe is a replay in the search for a capacity.
+- A load is a replay at a share of stock's capacity.
+- Bounds are numbers of a cell that hardly depend on the rate.
+"""
 
 _KEYS = {
     CAPACITY: ("system", "limit"),
@@ -20,11 +29,14 @@ _KEYS = {
     LOAD: ("system", "rate"),
     BOUNDS: (),
 }
-"""What names a row, by its kind, besides its cell, how steps are scheduled and what counts."""
+"""Kind of a row -> fields of its key.
+
+Further fields of the key are the kind, the cell, the scheduling, and the share of the warm-up.
+"""
 
 
 def key_of(row: Row) -> tuple[object, ...]:
-    """What names a row."""
+    """Return the key of a row: the values that identify it."""
     names = ("kind", *_CELL, *_SETUP, *_KEYS[row["kind"]])
     return tuple(row[name] for name in names)
 
@@ -34,32 +46,32 @@ _SETUP = ("scheduling", "warm_up_share")
 
 
 def cell_of(row: Row) -> Cell:
-    """The cell of a row."""
+    """Return the cell of a row."""
     return Cell(*(row[name] for name in _CELL))
 
 
 class RowFile:
-    """Rows of one cell, and the file to which those that are missing are added."""
+    """Rows of one cell, and the file to which missing rows are appended."""
 
     def __init__(self, cell: Cell, rows: Iterable[Row], path: Path, common: Row) -> None:
-        """Take the rows that are there.
+        """Start with the rows that were measured before.
 
         Args:
             cell: The cell.
-            rows: Its rows.
-            path: Of the file.
-            common: What all rows have that are added.
+            rows: Rows of the cell.
+            path: File that new rows are appended to.
+            common: Fields that all new rows have.
         """
         self._common = asdict(cell) | common
         self._path = path
         self._rows = {key_of(row): row for row in rows}
 
     def find(self, kind: str, **names: object) -> Row | None:
-        """The row of a kind with such names, if it is there."""
+        """Return the row of a kind whose key has these values; None if there is none."""
         return self._rows.get(key_of({"kind": kind, **self._common, **names}))
 
     def add(self, kind: str, row: Row) -> Row:
-        """Add a row to the file."""
+        """Append a row to the file, and return it with the common fields."""
         whole = {"kind": kind, **self._common, **row}
         self._rows[key_of(whole)] = whole
         append(self._path, whole)
@@ -67,7 +79,7 @@ class RowFile:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a row to a file in one write, so that several processes may add to it."""
+    """Append a row to a file in one write, so that several processes can append to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -77,11 +89,12 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
-    """Rows of files; of those with one name the last one.
+    """Read the rows of files. Among rows with the same key, the last one counts.
+
+    The last line of a file may be cut off, because a process was killed. It is skipped.
 
     Raises:
-        ValueError: A line is not a row; file and line are named. The last line of a file may be cut
-            short, as a process that is killed leaves it.
+        ValueError: A line is not a row. The message has the file and the line number.
     """
     found: dict[tuple[object, ...], Row] = {}
     for path in paths:
@@ -99,7 +112,7 @@ def read(paths: Sequence[Path]) -> list[Row]:
 
 
 def by_cell(rows: Iterable[Row]) -> dict[Cell, list[Row]]:
-    """Rows by their cells."""
+    """Group rows by their cells."""
     found: dict[Cell, list[Row]] = {}
     for row in rows:
         found.setdefault(cell_of(row), []).append(row)

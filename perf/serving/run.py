@@ -1,4 +1,4 @@
-"""One replay of a cell: what a system makes of it at one rate of arrivals."""
+"""One replay of a cell: one system at one rate of arrivals."""
 
 import time
 from collections.abc import Sequence
@@ -29,45 +29,52 @@ from perf.serving.cases import (
 )
 
 LOOKED_EVERY = 16
-"""Steps between two looks at how long requests have waited."""
+"""Number of steps between two checks of how long requests have waited."""
 
 SAMPLED_EVERY = 512
-"""Steps between two looks at the arena's bytes; stock's takes as long as hundreds of steps."""
+"""Steps between two samples of the arena's memory.
+
+A sample of stock's takes as long as many steps.
+"""
 
 TAIL = 0.99
-"""The quantile of TTFT that limits a rate."""
+"""Share of the arrivals, 0 to 1, that only fill the cache.
+
+A server that starts cold has no hits.
+"""
 
 WARM_UP_SHARE = 0.25
-"""Of the arrivals, those that only fill the cache: a server that starts cold has nothing to hit."""
+"""Share of the arrivals, 0 to 1, that only fill the cache: a server that starts cold has no hits.
+"""
 
 WARM_UP_LOAD = 0.7
-"""Of the rate that the GPU keeps up with where nothing is hit: the most during a warm-up."""
+"""Largest rate during a warm-up, as a share of the rate that the GPU can serve without hits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a replay came to; seconds are modelled but for `cpu_s`.
+    """Result of a replay. Seconds are modelled, except `cpu_s`.
 
-    Requests of the warm-up do not count, but for the last seven numbers.
+    Requests of the warm-up count only in the last seven attributes.
 
     Attributes:
-        num_requests: Requests that finished.
-        hit_percent: Tokens of prompts found cached at the first admission, of all.
-        requests_per_s: From the end of the warm-up to the last token.
-        ttft_p50_s: From arrival to the first token.
-        ttft_p99_s: Likewise.
-        tpot_p50_s: From one token to the next, mean of each request.
-        tpot_p99_s: Likewise.
-        longest_wait_s: The longest TTFT.
-        waste_percent: Bytes held and of no use to a next token, of bytes held, over all steps
-            looked at; None where none was.
-        preemptions: Requests that lost their pages, each time counted.
-        refused: Requests that the arena could not hold alone.
-        modelled_s: From the end of the warm-up to the last token.
-        steps: Steps.
-        cpu_s: CPU time of the replay.
-        is_cut: Whether the replay was stopped because the TTFT p99 was sure to be over the limit;
-            all numbers are then of what was done by then.
+        num_requests: Number of requests that finished.
+        hit_percent: Percentage of prompt tokens that were found cached at the first admission.
+        requests_per_s: Requests per second, from the end of the warm-up to the last token.
+        ttft_p50_s: Median seconds from arrival to the first token.
+        ttft_p99_s: 99th percentile of the same.
+        tpot_p50_s: Median over requests of the mean seconds from one token to the next.
+        tpot_p99_s: 99th percentile of the same.
+        longest_wait_s: Longest TTFT, in seconds.
+        waste_percent: Percentage of held bytes that no next token needs, over all sampled steps.
+            None if no step was sampled.
+        preemptions: Number of preemptions.
+        refused: Number of requests that do not fit the arena even alone.
+        modelled_s: Seconds from the end of the warm-up to the last token.
+        steps: Number of steps.
+        cpu_s: CPU seconds of the replay.
+        is_cut: Whether the replay was stopped because its TTFT p99 was sure to exceed the limit.
+            All numbers then cover only the part before that.
     """
 
     num_requests: int
@@ -98,13 +105,13 @@ class Runner:
         is_asynchronous: bool = False,
         warm_up_share: float = WARM_UP_SHARE,
     ) -> None:
-        """Nothing has run.
+        """Prepare the cell's trace; replay nothing yet.
 
         Args:
             cell: The cell.
-            mooncake: Mooncake's trace, for cells of it.
+            mooncake: File of Mooncake's trace, for its cells.
             is_asynchronous: Whether a step is scheduled while the one before it runs.
-            warm_up_share: Of the arrivals, those of the warm-up.
+            warm_up_share: Share of the arrivals, 0 to 1, that belong to the warm-up.
         """
         self.cell = cell
         self._warm_up_share = warm_up_share
@@ -119,7 +126,7 @@ class Runner:
 
     @cached_property
     def alone_s(self) -> float:
-        """TTFT of the longest prompt alone."""
+        """TTFT of the longest prompt when it runs alone."""
         longest = max(self._requests, key=lambda each: each.prompt_tokens)
         return self._alone_s(longest)
 
@@ -133,7 +140,7 @@ class Runner:
 
     @cached_property
     def nominal_rate(self) -> float:
-        """Arrivals a second of which the GPU could just read all prompts, with no hit at all."""
+        """Arrivals per second at which the GPU can just prefill all prompts without prefix hits."""
         lengths = sorted(each.prompt_tokens for each in self._requests)
         some = lengths[:: max(1, len(lengths) // 16)]
         by_length = {each.prompt_tokens: each for each in self._requests}
@@ -141,7 +148,10 @@ class Runner:
         return self.trace.num_arrivals / (mean_s * len(lengths))
 
     def requests(self, rate: float) -> "Arriving":
-        """All requests at a rate, those of the warm-up at one that needs no hit."""
+        """Return all requests at a rate.
+
+        Those of the warm-up arrive at a rate that needs no hits.
+        """
         requests = list(self.trace.requests(rate))
         first = [each for each in requests if not each.after]
         num_warming = int(self._warm_up_share * len(first))
@@ -162,7 +172,7 @@ class Runner:
         return Arriving(moved, begin_s, frozenset(warming))
 
     def _unlimited_bytes(self, requests: Sequence[Request]) -> int:
-        """Bytes in which nothing is ever evicted."""
+        """Return a size of the arena, in bytes, at which nothing is ever evicted."""
         room = room_of(self._one, 1.0)
         num_tokens = sum(each.prompt_tokens + each.output_tokens for each in requests)
         texts_bytes = 8 * len(requests) * room.text_bytes
@@ -193,10 +203,10 @@ class Runner:
         """Replay the cell.
 
         Args:
-            system: As `jenga`, `vllm retention=8192`, `unlimited`, `oracle`.
-            rate: Arrivals a second.
-            cut_s: A TTFT p99; the replay is stopped when it is sure to be longer, and the arena's
-                bytes are not looked at. None to run to the end.
+            system: Name such as `jenga`, `vllm retention=8192`, `unlimited`, `oracle`.
+            rate: Arrivals per second.
+            cut_s: TTFT p99 in seconds. The replay is stopped when its own is sure to be longer, and
+                the arena's memory is not sampled. None means to run to the end.
 
         Raises:
             ValueError: The system refuses the model or the arena.
@@ -257,7 +267,7 @@ class Runner:
         )
 
     def probe(self, system: str, rate: float) -> Result:
-        """Replay the cell as far as a search for its capacity needs it."""
+        """Replay the cell until it is known whether the rate passes the largest limit."""
         return self.run(system, rate, cut_s=max(LIMITS) * self.alone_s)
 
 
@@ -266,9 +276,9 @@ class Arriving:
     """Requests of a cell at a rate.
 
     Attributes:
-        requests: In the order of their arrival.
-        begin_s: When the warm-up ends.
-        warming: Names of requests that do not count.
+        requests: Requests in the order of the trace.
+        begin_s: Time when the warm-up ends, in seconds.
+        warming: Names of the requests of the warm-up, which do not count.
     """
 
     requests: list[Request]
@@ -277,7 +287,7 @@ class Arriving:
 
 
 class _Ended:
-    """How requests fared that count and have ended."""
+    """Statistics of ended requests, without those of the warm-up."""
 
     def __init__(self, warming: frozenset[str]) -> None:
         self._warming = warming
@@ -287,7 +297,7 @@ class _Ended:
         self.prompt_tokens = self.hit_tokens = 0
 
     def add(self, active: ActiveRequest) -> None:
-        """Take a request that finished or was refused."""
+        """Add a request that has ended. Refused ones, and those of the warm-up, are skipped."""
         if active.finished_s < 0 or active.name in self._warming:
             return
         self.prompt_tokens += active.prompt_tokens
@@ -300,11 +310,11 @@ class _Ended:
             self.per_tokens_s.add((active.finished_s - active.first_token_s) / num_further)
 
     def num_late(self, limit_s: float) -> int:
-        """Requests whose TTFT was over a limit."""
+        """Return the number of ended requests whose TTFT was over a limit."""
         return sum(wait_s > limit_s for wait_s in self.waits_s)
 
     def num_late_of(self, replay: Replay, limit_s: float) -> int:
-        """Requests that have not ended and whose TTFT is over a limit already."""
+        """Return the number of waiting and running requests whose TTFT is over a limit already."""
         scheduler = replay.scheduler
         waiting = scheduler.waiting if isinstance(scheduler, Scheduler) else ()
         return sum(
@@ -317,10 +327,10 @@ class _Ended:
 
 
 def _short(seconds: float) -> float:
-    """A number with five digits."""
+    """Round to five digits."""
     return float(f"{seconds:.5g}")
 
 
 def as_row(result: Result) -> dict[str, object]:
-    """A result as JSON has it."""
+    """Convert a result to fields of a row."""
     return asdict(result)

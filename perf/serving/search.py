@@ -1,35 +1,40 @@
-"""The search for a capacity, on a grid of rates that all systems and runs share."""
+"""Search for a capacity, on a grid of rates that all systems and runs share."""
 
 from collections.abc import Callable
 from math import log2
 
 STEPS_PER_DOUBLING = 24
-"""Rates of the grid: each is 2.9 % above the one before it."""
+"""Number of rates from one rate of the grid to its double: each is 2.9 % above the one before."""
 
 FIRST_STRIDE = 6
-"""Steps to the second rate that is tried; further ones are twice as far each time."""
+"""Steps from the first rate that is tried to the second. Each further stride is twice as long."""
 
 
 def rate_at(step: int) -> float:
-    """The rate of a step of the grid, with five digits."""
+    """Return the rate of a step of the grid, rounded to five digits."""
     return float(f"{2 ** (step / STEPS_PER_DOUBLING):.5g}")
 
 
 def step_of(rate: float) -> int:
-    """The step of the grid that is nearest to a rate."""
+    """Return the step of the grid that is nearest to a rate."""
     return round(STEPS_PER_DOUBLING * log2(rate))
 
 
 def highest(passes: Callable[[int], bool], *, start: int, least: int, most: int) -> int | None:
-    """The highest step that passes, if those below one that passes do; None if `least` does not.
+    """Return the highest step that passes, by doubling strides and bisection.
 
-    Where passing is not monotonic, a step that passes below one that does not.
+    The search assumes that all steps below a passing one pass too. If they do not, the result is a
+    step that passes, below one that does not.
 
     Args:
-        passes: Asked for few steps.
-        start: The step that is tried first.
-        least: The lowest step that is tried.
-        most: The highest one.
+        passes: Function that tells whether a step passes. It is called for few steps, because a
+            call is slow.
+        start: Step that is tried first.
+        least: Lowest step that is tried.
+        most: Highest step that is tried.
+
+    Returns:
+        The step. None if `least` does not pass.
     """
     start = min(max(start, least), most)
     stride = FIRST_STRIDE

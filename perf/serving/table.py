@@ -1,4 +1,4 @@
-"""One table of the suite's rows: losses first, then capacities, then means by workload and load."""
+"""Table of the suite's rows: losses first, then capacities, then means by workload and load."""
 
 import json
 from collections import Counter
@@ -20,10 +20,11 @@ from perf.serving.rows import CAPACITY, Row
 from perf.serving.suite import FAILED
 
 BOUND_GAIN = 1.1
-"""Where the runnable bound has so many times stock's capacity, there is something to gain."""
+"""Least ratio of the oracle's capacity to stock's at which a group counts as one with room to gain.
+"""
 
 HITS_LOAD = 75
-"""Load at which hits are compared with the bound's, in percent."""
+"""Load, in percent, at which our hits are compared with the oracle's."""
 
 AGENTS = "agents"
 
@@ -35,23 +36,26 @@ _RATIOS = {
     "tpot_p50_s": "TPOT p50",
     "tpot_p99_s": "TPOT p99",
 }
-"""Numbers that are shown as ratios to stock's best, and what they are called."""
+"""Metrics shown as ratios to stock's best -> their names in the table."""
 
 
 def read_causes(path: Path | None) -> dict[str, str]:
-    """Causes of losses by `Loss.name`, from a JSON object; none without a file."""
+    """Read the causes of losses, by `Loss.name`, from a JSON object.
+
+    Without a file there are none.
+    """
     if path is None or not path.exists():
         return {}
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def as_markdown(rows: Iterable[Row], *, system: str = OURS, causes: dict[str, str]) -> str:
-    """The table.
+    """Make the table.
 
     Args:
-        rows: Scheduled alike.
-        system: Ours, which is compared with stock.
-        causes: Of losses by `Loss.name`.
+        rows: Rows with the same scheduling.
+        system: Name of our system that is compared with stock.
+        causes: `Loss.name` -> cause of the loss.
     """
     rows = list(rows)
     results = Results(rows, system=system)
@@ -68,7 +72,7 @@ def as_markdown(rows: Iterable[Row], *, system: str = OURS, causes: dict[str, st
 
 
 def _grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table of Markdown."""
+    """Format a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
@@ -92,7 +96,7 @@ over time. All seconds are a roofline's. {num_cells} cells (model, arena, worklo
 
 
 def _goals(results: Results) -> str:
-    """What the suite is to show, as numbers."""
+    """Format the numbers that the suite should show, with their goals."""
     gains: dict[Group, float] = {}
     bound: dict[Group, float] = {}
     for group in results.capacities:
@@ -134,7 +138,7 @@ def _goals(results: Results) -> str:
 
 
 def _mean(numbers: Iterable[float]) -> float | None:
-    """The geometric mean; None of nothing."""
+    """Return the geometric mean; None without numbers."""
     found = list(numbers)
     return geometric_mean(found) if found else None
 
@@ -180,7 +184,7 @@ seeds, the worst first.
 
 
 def _capacities(results: Results, limit: int) -> str:
-    """Capacities over stock's best: a row for each model and arena, a column for each workload."""
+    """Format capacities over stock's best, by model and arena (rows) and workload (columns)."""
     groups = list(results.capacities)
     if not groups:
         return ""
@@ -204,7 +208,7 @@ Ours / the oracle's, geometric means over seeds. `>`: no rate that was tried is 
 
 
 def _mark(results: Results, group: Group, limit: int) -> str:
-    """Whether a rate that is too high was found."""
+    """Return a mark if no tried rate was too high for our system, or for both."""
     for capacities in results.capacities.get(group, ()):
         ours, stock = capacities.get((results.system, limit)), capacities.get((STOCK, limit))
         if ours is not None and stock is not None and not ours["is_bounded"]:
@@ -222,7 +226,7 @@ def _gains(results: Results, groups: Sequence[Group], limit: int) -> str:
 
 
 def _by_load(results: Results) -> str:
-    """Means by workload and load."""
+    """Format means by workload and load."""
     if not results.pairs:
         return ""
     rows: list[list[str]] = []
@@ -274,7 +278,7 @@ def _preempted(rows: Iterable[Row]) -> float:
 
 
 def _systems(rows: Sequence[Row], results: Results) -> str:
-    """Every system of ours beside stock's best."""
+    """Format every system of ours relative to stock's best."""
     names = dict.fromkeys(
         row["system"] for row in rows if row["kind"] == CAPACITY and row["system"] != STOCK
     )
@@ -304,7 +308,7 @@ Capacities, and numbers at all loads, over stock's best; geometric means over ce
 
 
 def _settings(rows: Sequence[Row]) -> str:
-    """How often each setting of stock is the best."""
+    """Count the capacities for which each setting of stock is the best."""
     best = Counter(
         row["best"]
         for row in rows

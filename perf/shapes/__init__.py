@@ -1,1 +1,1 @@
-"""Shapes of real models' layers, and random batches of them."""
+"""Shapes of layers in real models, and random batches of these shapes."""

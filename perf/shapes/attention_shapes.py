@@ -13,19 +13,20 @@ class AttentionShape:
     """One layer of a model and one batch.
 
     Attributes:
-        name: What rows are filed under: model, kind of layer, batch.
-        requests: (query tokens, tokens stored) of each request.
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys.
-        head_dim: Elements of a head.
-        page_tokens: Slots of a small page.
-        num_layers: Layers that share a small page, which sets its stride.
-        window_tokens: As in `paged_attention`.
-        soft_cap: As in `paged_attention`.
+        name: Name of the rows: model, kind of layer, batch.
+        requests: (query tokens, stored tokens) of each request.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of heads of keys and of values.
+        head_dim: Number of elements of a head.
+        page_tokens: Number of slots of a small page.
+        num_layers: Number of layers that share a small page, which sets the stride between pages.
+        window_tokens: The same argument of `paged_attention`.
+        soft_cap: The same argument of `paged_attention`.
         has_sinks: Whether heads have a sink.
-        is_causal: As in `paged_attention`.
-        stored: What pages hold.
-        arena_bytes: The arena's least size; requests' pages lie scattered over all of it.
+        is_causal: The same argument of `paged_attention`.
+        stored: Type of keys and values in pages.
+        arena_bytes: Least size of the arena, in bytes. The requests' pages are scattered over all
+            of it.
     """
 
     name: str
@@ -44,12 +45,12 @@ class AttentionShape:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the batch."""
+        """Number of query tokens in the batch."""
         return sum(queries for queries, _ in self.requests)
 
     @property
     def kind(self) -> AttentionKind:
-        """What a plan is made for."""
+        """Kind of attention that a plan is made for."""
         return AttentionKind(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -64,7 +65,7 @@ class AttentionShape:
 
     @property
     def cache(self) -> CacheShape:
-        """What a layer stores."""
+        """Shape of the layer's cache."""
         return CacheShape(
             stored=self.stored,
             num_kv_heads=self.num_kv_heads,
@@ -75,19 +76,19 @@ class AttentionShape:
 
     @property
     def small_page_bytes(self) -> int:
-        """Bytes from a page to the next, all layers' parts."""
+        """Bytes from one page to the next, which include the parts of all layers."""
         return self.cache.small_page_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values read once with their scales, queries read, results written."""
+        """Least number of bytes: keys, values, scales and queries are read, results written."""
         keys = sum(self._read_keys(queries, stored) for queries, stored in self.requests)
         cache = 2 * keys * self.num_kv_heads * self.stored.row_bytes(self.head_dim)
         return cache + 2 * self.num_tokens * self.num_heads * self.head_dim * 2
 
     @property
     def num_flops(self) -> int:
-        """Two products for each visible pair of query and key, a multiply and an add each."""
+        """Two products for each visible pair of query and key, with a multiply and an add each."""
         pairs = sum(self._pairs(queries, stored) for queries, stored in self.requests)
         return 4 * pairs * self.num_heads * self.head_dim
 
@@ -111,8 +112,9 @@ LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 LLAMA_70B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
 GEMMA_2_27B = {"num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "soft_cap": 50.0}
 GEMMA_3_27B = {"num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "window_tokens": 1024}
-# From the configurations of google/gemma-4-31B and google/gemma-4-26B-A4B: layers with a window
-# have heads of head_dim, those of full attention heads of global_head_dim, fewer of them for keys.
+# From the configurations of google/gemma-4-31B and google/gemma-4-26B-A4B. Layers with a window
+# have heads of head_dim elements. Layers with full attention have heads of global_head_dim
+# elements, and fewer heads of keys.
 GEMMA_4_31B_FULL = {"num_heads": 32, "num_kv_heads": 4, "head_dim": 512}
 GEMMA_4_31B_WINDOW = {
     "num_heads": 32,
@@ -320,7 +322,7 @@ DRY_SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """Tensors of a shape; pages are shuffled over the arena."""
+    """Tensors of a shape. The pages are scattered over the arena."""
 
     shape: AttentionShape
     q: torch.Tensor
@@ -332,7 +334,10 @@ class AttentionBatch:
 
 
 def make_batch(shape: AttentionShape, device: torch.device, *, seed: int = 0) -> AttentionBatch:
-    """Random tensors of a shape, in one layer of an arena of `num_layers`; queries are bfloat16."""
+    """Make random tensors of a shape, in one layer of an arena of `num_layers`.
+
+    Queries are bfloat16.
+    """
     torch.manual_seed(seed)
     pages_of = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
     num_pages = max(sum(pages_of) + 1, shape.arena_bytes // shape.small_page_bytes)

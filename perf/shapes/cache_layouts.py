@@ -1,4 +1,4 @@
-"""Caches that benchmarks read and write: what they store, and where a page has it."""
+"""Caches that benchmarks read and write: their element types, and their layout in a page."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,33 +11,39 @@ from jenga_kernels.reference.kv_store import quantised
 from jenga_kernels.rotation import hadamard_rotation
 
 SCALE_BYTES = 4
-"""Of the scale of a head of a slot, a float32; or of its step and least element, bfloat16 both."""
+"""Bytes of the scale of one head of one slot.
+
+It is a float32. With four bits per element it is a step and a least element, both bfloat16.
+"""
 
 INT4_MAX = 15
-"""Greatest element of four bits."""
+"""Largest element of four bits."""
 
 PAGES_AT_ONCE = 4096
-"""For which random numbers are made together: an arena is large."""
+"""Number of pages whose random contents are made at once, since an arena is large."""
 
 
 class Stored(Enum):
-    """What a cache holds of keys and values."""
+    """Type of a cache's keys and values."""
 
     BF16 = "bf16"
     FP8 = "fp8"
-    """float8_e4m3fn, with a scale for all of them."""
+    """float8_e4m3fn, with one scale for all keys and values."""
     E5M2 = "e5m2"
-    """float8_e5m2, with a scale for all of them."""
+    """float8_e5m2, with one scale for all keys and values."""
     FP8_SLOTS = "fp8-slots"
-    """float8_e4m3fn, with a scale for each head of each slot."""
+    """float8_e4m3fn, with one scale for each head of each slot."""
     INT8_SLOTS = "int8-slots"
-    """int8, with a scale for each head of each slot."""
+    """int8, with one scale for each head of each slot."""
     INT4_SLOTS = "int4-slots"
-    """Four bits an element of rotated rows, with step and least element for each head of a slot."""
+    """Four bits per element of rotated rows.
+
+    Each head of each slot has a step and a least element.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of an item of the pages: an element, or two of four bits."""
+        """Element type of the pages' tensors. With four bits, an item holds two elements."""
         return _DTYPES.get(self, torch.float8_e4m3fn)
 
     @property
@@ -52,15 +58,15 @@ class Stored(Enum):
 
     @property
     def is_rotated(self) -> bool:
-        """Whether keys, values and queries are rotated, and results back."""
+        """Whether keys, values and queries are rotated, and results are rotated back."""
         return self is Stored.INT4_SLOTS
 
     def num_items(self, head_dim: int) -> int:
-        """Items of a key, or of a value, of one head."""
+        """Number of items of one key or value of one head."""
         return head_dim // elements_per_item(self.dtype)
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a key, or of a value, of one head, with its scale."""
+        """Bytes of one key or value of one head, with its scale."""
         scale_bytes = SCALE_BYTES * self.has_slot_scales
         return self.num_items(head_dim) * self.dtype.itemsize + scale_bytes
 
@@ -71,21 +77,23 @@ _DTYPES = {
     Stored.INT8_SLOTS: torch.int8,
     Stored.INT4_SLOTS: INT4_DTYPE,
 }
-"""Of those that are not float8_e4m3fn."""
+"""Stored type -> element type, except those with float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """One layer's keys and values in an arena, and what they are multiplied with.
+    """One layer's keys and values in an arena, and their scales.
 
     Attributes:
-        stored: What it holds.
-        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], or u8[.., head_dim // 2].
-        v_pages: Values, as k_pages.
-        scale: Of all keys and all values, f32[1]; None but for float8 without scales of slots.
-        k_slot_scales: f32[num_pages, page_tokens, num_kv_heads], or steps and least elements,
-            bf16[.., 2], in our cache of four bits; or None.
-        v_slot_scales: As k_slot_scales.
+        stored: Type of keys and values.
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], or u8[.., head_dim // 2]
+            with four bits per element.
+        v_pages: Values, like k_pages.
+        scale: Scale of all keys and all values, f32[1]. None except for float8 without scales of
+            slots.
+        k_slot_scales: Scales of keys, f32[num_pages, page_tokens, num_kv_heads]. In our cache of
+            four bits they are steps and least elements, bf16[.., 2]. None if slots have no scales.
+        v_slot_scales: Scales of values, like k_slot_scales.
     """
 
     stored: Stored
@@ -97,13 +105,21 @@ class Cache:
 
     @property
     def page_stride_bytes(self) -> int:
-        """From a page to the next."""
+        """Bytes from one page to the next."""
         return self.k_pages.stride(0) * self.k_pages.element_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a layer stores, and how many layers share a small page."""
+    """Cache of one layer, and the number of layers that share a small page.
+
+    Attributes:
+        stored: Type of keys and values.
+        num_kv_heads: Number of heads of keys and of values.
+        head_dim: Number of elements of a head.
+        page_tokens: Number of slots of a small page.
+        num_layers: Number of layers that share a small page.
+    """
 
     stored: Stored
     num_kv_heads: int
@@ -113,16 +129,16 @@ class CacheShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer's part of a small page."""
+        """Bytes of one layer's part of a small page."""
         return 2 * self.num_kv_heads * self.page_tokens * self.stored.row_bytes(self.head_dim)
 
     @property
     def small_page_bytes(self) -> int:
-        """From a page to the next, all layers' parts."""
+        """Bytes from one page to the next, which include the parts of all layers."""
         return self.num_layers * self.layer_bytes
 
     def parts(self, num_pages: int, device: torch.device) -> torch.Tensor:
-        """Zeros: one layer's parts of an arena's pages, u8[num_pages, layer_bytes]."""
+        """Make one layer's parts of an arena's pages, zero, u8[num_pages, layer_bytes]."""
         arena = torch.zeros(
             num_pages, self.num_layers, self.layer_bytes, dtype=torch.uint8, device=device
         )
@@ -130,7 +146,7 @@ class CacheShape:
 
 
 def make_cache(shape: CacheShape, num_pages: int, device: torch.device) -> Cache:
-    """A cache of zeros as our kernels read it: the scales of a page lie behind its slots."""
+    """Make a cache of zeros in our layout: the scales of a page lie behind its slots."""
     parts = shape.parts(num_pages, device)
     heads, tokens, stored = shape.num_kv_heads, shape.page_tokens, shape.stored
     row_items = stored.num_items(shape.head_dim)
@@ -154,7 +170,7 @@ def make_cache(shape: CacheShape, num_pages: int, device: torch.device) -> Cache
 
 
 def fill(cache: Cache, page_ids: torch.Tensor) -> None:
-    """Put random keys and values into pages, i64[num_filled]."""
+    """Write random keys and values into pages, i64[num_filled]."""
     device = cache.k_pages.device
     *page_rows, row_items = cache.k_pages.shape[1:]
     head_dim = row_items * elements_per_item(cache.k_pages.dtype)
@@ -172,19 +188,22 @@ def fill(cache: Cache, page_ids: torch.Tensor) -> None:
                 part, of_rows = in_whole_steps(rows) if is_int4 else quantised(rows, pages.dtype)
                 part = part.view(len(some), *page_rows, row_items)
                 scales[some] = of_rows.view(len(some), *scales.shape[1:])
-            # No index reaches float8 tensors: their bytes are written.
+            # float8 tensors cannot be indexed for writing, so their bytes are written.
             elements = torch.uint8 if pages.dtype.itemsize == 1 else pages.dtype
             pages.view(elements)[some] = part.view(elements)
 
 
 def in_whole_steps(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in four bits as vLLM's caches can hold them too, and bf16[num_rows, 2].
+    """Quantise rows to four bits in such a way that vLLM's caches can hold the same values.
 
-    The least element is a whole number of steps below zero. A step has four binary digits and so
-    has that number: their product is a bfloat16.
+    The least element is a whole number of steps below zero. The step is rounded up to four binary
+    digits. That number has four digits too, so their product is exact in bfloat16.
 
     Args:
-        rows: f32[num_rows, head_dim], each with elements below and above zero.
+        rows: f32[num_rows, head_dim]. Each row has elements below and above zero.
+
+    Returns:
+        The rows, two elements in each byte, and their steps and least elements, bf16[num_rows, 2].
     """
     least, greatest = rows.aminmax(dim=-1)
     digits, exponents = torch.frexp((greatest - least) / INT4_MAX)
@@ -197,14 +216,15 @@ def in_whole_steps(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def vllm_gain(head_dim: int) -> float:
-    """How many times ours a row is that vLLM has rotated, if `head_dim` is a power of two."""
+    """Return the ratio of vLLM's rotated rows to ours, if `head_dim` is a power of two."""
     return (head_dim / hadamard_rotation(head_dim, torch.float32, torch.device("cpu")).gain) ** 0.5
 
 
 def as_vllm_has_it(cache: Cache, shape: CacheShape) -> Cache:
-    """The same keys and values where vLLM's kernels read them; this cache if that is there.
+    """Return a cache in vLLM's layout with the same keys and values.
 
-    Where slots have scales, theirs lie behind each key and each value.
+    If slots have no scales, the layouts agree, and the given cache is returned. vLLM's scales lie
+    behind each key and each value.
 
     Source: `TritonAttentionImpl._ensure_scale_caches` of vLLM 0.32.
     """
@@ -234,11 +254,13 @@ def as_vllm_has_it(cache: Cache, shape: CacheShape) -> Cache:
 
 
 def _with_zero_points(pairs: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Steps as vLLM has them, f32[..]: in the last four bits how many of them are below zero.
+    """Return steps in vLLM's format, f32[..].
+
+    Their last four bits hold the number of steps from the least element to zero.
 
     Args:
-        pairs: Steps and least elements as `in_whole_steps` makes them, or zeros, bf16[.., 2].
-        head_dim: Elements of a row.
+        pairs: Steps and least elements from `in_whole_steps`, or zeros, bf16[.., 2].
+        head_dim: Number of elements of a row.
 
     Source: `_reshape_cache_int4_kernel` of vLLM 0.32.
     """

@@ -1,4 +1,4 @@
-"""Random batches of gated delta layers whose states lie some tokens back."""
+"""Random batches of gated delta layers whose states lag behind the tokens."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,16 @@ from perf.shapes.state_shapes import DTYPE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReplayBatch:
-    """Tensors of requests of a model; the names are those of the operation's arguments.
+    """Tensors of a batch. The names are those of the operation's arguments.
 
     Attributes:
-        tokens: What states without a history take too, with a slot for each token of a request.
-        slots: Those of states and histories, the first of each request, i32[num_requests].
+        tokens: Tensors that layers without a history need too. They have a slot for each token of a
+            request.
+        history: Changes, keys and decays of recent tokens.
+        slots: Slots of states and histories, the first of each request, i32[num_requests].
+        computed_tokens: Number of computed tokens of each request before the call.
+        state_tokens: Number of tokens in each state before the call.
+        next_state_tokens: Number of tokens in each state after the call.
     """
 
     tokens: DeltaBatch
@@ -28,25 +33,29 @@ class DeltaReplayBatch:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens of each request."""
+        """Number of new tokens of each request."""
         return self.tokens.slots.shape[1]
 
     @property
     def history_tokens(self) -> int:
-        """Rows of the history."""
+        """Number of rows of the history."""
         return self.history.keys.shape[2]
 
     @property
     def num_written(self) -> int:
-        """Requests whose state is written."""
+        """Number of requests whose state is written."""
         return int((self.next_state_tokens > self.state_tokens).sum())
 
     @property
     def num_bytes(self) -> int:
-        """Fewest bytes a call moves.
+        """Least number of bytes that a call moves.
 
-        Each state read, those written that are due, the rows of the histories that are in use read
-        and those of the call's tokens written unless the state has them, and the tokens themselves.
+        It is the sum of these parts:
+
+        - All states are read, and those that are due are written.
+        - The used rows of histories are read.
+        - The rows of the new tokens are written, except those that the written state includes.
+        - The tokens themselves are read or written.
         """
         tokens, history = self.tokens, self.history
         state_bytes = tokens.model.state_elements * tokens.states.element_size()
@@ -70,10 +79,9 @@ def make_delta_replay_batch(
     *,
     drafts: Drafts = NO_DRAFTS,
 ) -> DeltaReplayBatch:
-    """Random tokens, states and histories of requests, staggered as those of many steps are.
+    """Make random tokens, states and histories, with requests staggered as after many steps.
 
-    A call may be made again and again: it reads no row of a history that it writes, and counts stay
-    as they are.
+    A call can be repeated: it reads no row of a history that it writes, and counts stay unchanged.
     """
     history_tokens, query_tokens = drafts.history_tokens, drafts.query_tokens
     decays = (model.num_v_heads, history_tokens)

@@ -1,4 +1,4 @@
-"""Layers of the gated delta rule of real models, and random batches of them.
+"""Layers of the gated delta rule of real models, and random batches of these layers.
 
 Sizes are the defaults of the models' configurations in transformers (qwen3_next, kimi_linear).
 """
@@ -15,10 +15,10 @@ class DeltaModel:
     """A layer of the gated delta rule.
 
     Attributes:
-        name: The model.
-        num_qk_heads: Heads of queries and keys.
-        num_v_heads: Heads of values.
-        head_dim: Elements of a query, a key and a value.
+        name: Name of the model.
+        num_qk_heads: Number of heads of queries and of keys.
+        num_v_heads: Number of heads of values.
+        head_dim: Number of elements of a query, a key and a value.
         is_per_channel: Whether every key channel decays on its own.
     """
 
@@ -30,17 +30,17 @@ class DeltaModel:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return (2 * self.num_qk_heads + self.num_v_heads) * self.head_dim
 
     @property
     def state_elements(self) -> int:
-        """Elements of one request's state."""
+        """Number of elements of one request's state."""
         return self.num_v_heads * self.head_dim**2
 
     @property
     def token_elements(self) -> int:
-        """Elements of q, k, v, gates, betas and the output of one token."""
+        """Number of elements of q, k, v, gates, betas and the output of one token."""
         gates = self.num_v_heads * (self.head_dim if self.is_per_channel else 1)
         return self.conv_dim + gates + self.num_v_heads * (1 + self.head_dim)
 
@@ -61,11 +61,11 @@ DRY_DELTA_MODELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaBatch:
-    """Tensors of requests of a model; the names are those of the operations' arguments.
+    """Tensors of a batch. The names are those of the operations' arguments.
 
     Attributes:
-        mixed: q, k and v side by side, as the convolution leaves them.
-        slots: Slots of each request's tokens, i32[num_requests, num_steps].
+        mixed: q, k and v next to each other, as the convolution writes them.
+        slots: Slots of each request's states, i32[num_requests, num_steps].
     """
 
     model: DeltaModel
@@ -81,7 +81,7 @@ class DeltaBatch:
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v, [num_tokens, heads, head_dim] each, as views."""
+        """q, k and v as views, [num_tokens, heads, head_dim] each."""
         model = self.model
         heads = self.mixed.unflatten(1, (-1, model.head_dim))
         q, k, v = heads.split([model.num_qk_heads, model.num_qk_heads, model.num_v_heads], 1)
@@ -97,9 +97,9 @@ def make_delta_batch(
     num_steps: int = 1,
     states: torch.Tensor | None = None,
 ) -> DeltaBatch:
-    """Random tokens of requests with these numbers of tokens, and num_steps states for each.
+    """Make random tokens of requests with these lengths, and `num_steps` states for each request.
 
-    Or with states given.
+    The states are empty unless they are given.
     """
     torch.manual_seed(0)
     num_tokens, num_requests = sum(lengths), len(lengths)

@@ -1,7 +1,7 @@
 """Shapes of latent attention from real models, and batches of them in page-layer layout.
 
-Heads: DeepSeek-V2-Lite 16, DeepSeek-V2 and V3 128, Kimi-K2 64, Kimi-Linear 32 (their config.json);
-latents of 512 and rotary keys of 64 elements in all of them.
+Numbers of heads are 16 in DeepSeek-V2-Lite, 128 in DeepSeek-V2 and V3, 64 in Kimi-K2, and 32 in
+Kimi-Linear (their config.json). In all of them latents have 512 elements, and rotary keys 64.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LATENT_DIM = 512
 ROTARY_DIM = 64
 WIDTH = LATENT_DIM + ROTARY_DIM
 SCALE = (128 + ROTARY_DIM) ** -0.5
-"""That of the heads before absorption, of 128 elements and the rotary key."""
+"""Scale of scores. It is that of the heads before absorption: 128 elements and the rotary key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,11 @@ class LatentShape:
     """One layer of a model and one batch.
 
     Attributes:
-        name: What rows are filed under: model, batch.
-        requests: (query tokens, tokens stored) of each request.
-        num_heads: Query heads.
-        page_tokens: Slots of a small page.
-        num_layers: Layers that share a small page, which sets its stride.
+        name: Name of the rows: model, batch.
+        requests: (query tokens, stored tokens) of each request.
+        num_heads: Number of query heads.
+        page_tokens: Number of slots of a small page.
+        num_layers: Number of layers that share a small page, which sets the stride between pages.
         is_fp8: Whether pages are float8_e4m3fn.
     """
 
@@ -39,17 +39,17 @@ class LatentShape:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the batch."""
+        """Number of query tokens in the batch."""
         return sum(queries for queries, _ in self.requests)
 
     @property
     def max_query_tokens(self) -> int:
-        """Query tokens of the longest request."""
+        """Number of query tokens of the longest request."""
         return max(queries for queries, _ in self.requests)
 
     @property
     def kind(self) -> AttentionKind:
-        """What a plan is made for."""
+        """Kind of attention that a plan is made for."""
         return AttentionKind(
             num_heads=self.num_heads,
             num_kv_heads=1,
@@ -60,13 +60,13 @@ class LatentShape:
 
     @property
     def num_bytes(self) -> int:
-        """Latents read once, queries read, results written."""
+        """Least number of bytes: latents and queries read once, results written."""
         stored = sum(stored for _, stored in self.requests) * WIDTH * (1 if self.is_fp8 else 2)
         return stored + self.num_tokens * self.num_heads * (WIDTH + LATENT_DIM) * 2
 
     @property
     def num_flops(self) -> int:
-        """Two products for each visible pair of query and key, a multiply and an add each."""
+        """Two products for each visible pair of query and key, with a multiply and an add each."""
         pairs = sum(
             queries * stored - queries * (queries - 1) // 2 for queries, stored in self.requests
         )
@@ -127,7 +127,7 @@ DRY_SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentBatch:
-    """Tensors of a shape; pages are shuffled over the arena."""
+    """Tensors of a shape. The pages are scattered over the arena."""
 
     shape: LatentShape
     q: torch.Tensor
@@ -139,7 +139,10 @@ class LatentBatch:
 
 
 def make_batch(shape: LatentShape, device: torch.device, *, seed: int = 0) -> LatentBatch:
-    """Random tensors of a shape, bfloat16, in one layer of an arena of `num_layers`."""
+    """Make random bfloat16 tensors of a shape, in one layer of an arena of `num_layers`.
+
+    Pages may be float8 instead.
+    """
     torch.manual_seed(seed)
     pages_of = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
     num_pages = sum(pages_of) + 1
@@ -147,7 +150,7 @@ def make_batch(shape: LatentShape, device: torch.device, *, seed: int = 0) -> La
     rows = (shape.page_tokens, WIDTH)
     arena = torch.empty(num_pages, shape.num_layers, *rows, dtype=dtype, device=device)
     pages = arena[:, 1 % shape.num_layers]
-    # No index reaches fp8 tensors: its bytes are written.
+    # float8 tensors cannot be indexed for writing, so their bytes are written.
     writable = torch.uint8 if shape.is_fp8 else dtype
     for some in torch.arange(num_pages).split(4096):  # piece by piece: the arena is large
         part = torch.randn(len(some), *rows, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""Random batches of recurrent layers whose states lie some tokens back, each at another number."""
+"""Random batches of recurrent layers whose states lag behind the tokens, by different numbers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ class Drafts:
     """Tokens of each request in a call.
 
     Attributes:
-        query_tokens: Of a request.
-        accepted_tokens: How many of them stay, in every call.
-        history_tokens: Rows of a history.
+        query_tokens: Number of new tokens of a request.
+        accepted_tokens: Number of them that are accepted, in every call.
+        history_tokens: Number of rows of a history.
     """
 
     query_tokens: int
@@ -33,7 +33,7 @@ class Drafts:
     def next_states(
         self, computed_tokens: torch.Tensor, state_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Get how many tokens states shall have after the call."""
+        """Return the number of tokens that each state should have after the call."""
         return next_states(
             computed_tokens,
             state_tokens,
@@ -44,23 +44,29 @@ class Drafts:
 
 
 NO_DRAFTS = Drafts(query_tokens=1, accepted_tokens=1, history_tokens=16)
-"""A state is written once in 16 calls."""
+"""Each state is written once in 16 calls."""
 
 FOUR_DRAFTS = Drafts(query_tokens=5, accepted_tokens=3, history_tokens=16)
-"""Two of four drafted tokens are right; a state is written once in three calls."""
+"""Two of four drafted tokens are accepted. Each state is written once in three calls."""
 
 LONG_HISTORY = Drafts(query_tokens=5, accepted_tokens=3, history_tokens=32)
-"""The same, but a state is written once in eight calls."""
+"""The same with a longer history: each state is written once in eight calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayBatch:
-    """Tensors of requests of a model; the names are those of the operation's arguments.
+    """Tensors of a batch. The names are those of the operation's arguments.
 
     Attributes:
-        tokens: What states without a history take too; slots are those of states and histories.
-        draft_slots: Slots of the state after each token of a request, where every token writes one,
-            i32[num_requests, query_tokens]; the first is that in `tokens`.
+        tokens: Tensors that layers without a history need too. Its slots are those of states and
+            histories.
+        history: Inputs of recent tokens.
+        draft_slots: Slots of the state after each token of a request, for kernels that write one
+            after every token, i32[num_requests, query_tokens]. The first slot of a request is that
+            in `tokens`.
+        computed_tokens: Number of computed tokens of each request before the call.
+        state_tokens: Number of tokens in each state before the call.
+        next_state_tokens: Number of tokens in each state after the call.
     """
 
     tokens: StateBatch
@@ -72,26 +78,30 @@ class ReplayBatch:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens of each request."""
+        """Number of new tokens of each request."""
         return self.draft_slots.shape[1]
 
     @property
     def history_tokens(self) -> int:
-        """Rows of the history."""
+        """Number of rows of the history."""
         return self.history.dt.shape[-1]
 
     @property
     def num_written(self) -> int:
-        """Requests whose state is written."""
+        """Number of requests whose state is written."""
         return int((self.next_state_tokens > self.state_tokens).sum())
 
     @property
     def num_bytes(self) -> int:
-        """Fewest bytes a call moves.
+        """Least number of bytes that a call moves.
 
-        Each state read, those written that are due (one in 16 where requests are many), the rows of
-        the histories that are in use read (7.5 tokens of 16) and those of the call's tokens written
-        unless the state has them, and the tokens themselves.
+        It is the sum of these parts:
+
+        - All states are read, and those that are due are written (one in 16 if there are many
+          requests).
+        - The used rows of histories are read (7.5 of 16 on average).
+        - The rows of the new tokens are written, except those that the written state includes.
+        - The tokens themselves are read or written.
         """
         tokens = self.tokens
         model, num_requests = tokens.model, len(tokens.slots)
@@ -109,7 +119,10 @@ class ReplayBatch:
 
 
 def tokens_since_states(num_requests: int, drafts: Drafts) -> list[int]:
-    """Tokens of each request since its state, spread as evenly as steps that go on meet them."""
+    """Return the number of tokens of each request since its state was written.
+
+    The numbers are spread as evenly as in a long sequence of steps.
+    """
     computed, stored = torch.zeros(2, 1, dtype=torch.int32)
     met: list[int] = []
     while (since := int(computed - stored)) not in met:
@@ -129,10 +142,9 @@ def make_replay_batch(
     *,
     drafts: Drafts = NO_DRAFTS,
 ) -> ReplayBatch:
-    """Random tokens, states and histories of requests, staggered as those of many steps are.
+    """Make random tokens, states and histories, with requests staggered as after many steps.
 
-    A call may be made again and again: it reads no row of a history that it writes, and counts stay
-    as they are.
+    A call can be repeated: it reads no row of a history that it writes, and counts stay unchanged.
     """
     history_tokens, query_tokens = drafts.history_tokens, drafts.query_tokens
     num_slots = num_requests * query_tokens
@@ -159,8 +171,8 @@ def make_replay_batch(
 
 
 def make_counts(num_requests: int, drafts: Drafts, device: torch.device) -> dict[str, torch.Tensor]:
-    """Computed tokens of requests and those in their states, before a call and after it."""
-    # The first token since the state is in row 0, where vLLM's kernel has it.
+    """Make the counts of computed tokens, and of tokens in states before and after a call."""
+    # The first token since the state is in row 0, where vLLM's kernel expects it.
     state_tokens = torch.full((num_requests,), 4 * drafts.history_tokens, dtype=torch.int32)
     since = torch.tensor(tokens_since_states(num_requests, drafts), dtype=torch.int32)
     computed_tokens = state_tokens + since
@@ -175,12 +187,12 @@ def make_counts(num_requests: int, drafts: Drafts, device: torch.device) -> dict
 def make_layer(
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]], num_slots: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """States and histories of one layer, which lie beside each other in each slot.
+    """Make one layer's states and histories, which lie next to each other in each slot.
 
     Args:
-        parts: Shape of a slot's, and dtype.
-        num_slots: Slots.
-        device: Where they lie.
+        parts: Name of a tensor -> shape of its part of a slot, and dtype.
+        num_slots: Number of slots.
+        device: Device of the tensors.
     """
     num_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts.values()]
     layer = make_arena(num_slots, (sum(num_bytes),), torch.uint8, device)[:, 1]

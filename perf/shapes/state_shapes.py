@@ -1,4 +1,4 @@
-"""Recurrent layers of real models, and random batches of them in an arena shared by several layers.
+"""Recurrent layers of real models, and random batches in an arena that several layers share.
 
 Sizes are those of the models' Hugging Face configurations (jenga/models/data).
 """
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 NUM_LAYERS = 24
-"""Layers side by side in the arena, so that slots are as far apart as when a hybrid is served."""
+"""Number of layers in the arena, so that slots are as far apart as in a served hybrid."""
 
 ARENA_BYTES = 16 << 30
-"""Most bytes of an arena; where as many slots of all layers are more, it has fewer layers."""
+"""Largest size of an arena, in bytes. If the slots of all layers need more, it has fewer layers."""
 
 DTYPE = torch.bfloat16
 """Element type of activations."""
@@ -24,12 +24,12 @@ class StateModel:
     """A recurrent layer.
 
     Attributes:
-        name: The model.
-        num_heads: Heads; 1 where every channel decays on its own (Mamba-1).
-        head_dim: Channels of a head.
-        d_state: State elements of a channel.
-        num_groups: Groups of heads with the same B and C.
-        conv_dim: Channels of the convolution.
+        name: Name of the model.
+        num_heads: Number of heads. 1 means that every channel decays on its own (Mamba-1).
+        head_dim: Number of channels of a head.
+        d_state: Number of state elements per channel.
+        num_groups: Number of groups of heads that share B and C.
+        conv_dim: Number of channels of the convolution.
     """
 
     name: str
@@ -46,17 +46,17 @@ class StateModel:
 
     @property
     def dim(self) -> int:
-        """Channels of all heads."""
+        """Number of channels of all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def state_elements(self) -> int:
-        """Elements of one request's state."""
+        """Number of elements of one request's state."""
         return self.dim * self.d_state
 
     @property
     def token_elements(self) -> int:
-        """Elements of x, dt, B, C and the output of one token."""
+        """Number of elements of x, dt, B, C and the output of one token."""
         steps = self.dim if self.is_per_channel else self.num_heads
         return 2 * self.dim + steps + 2 * self.num_groups * self.d_state
 
@@ -92,10 +92,10 @@ GRANITE_QUARTER = StateModel(
     conv_dim=2304,
 )
 SPREAD_MODELS = (NEMOTRON_EIGHTH, GRANITE_QUARTER)
-"""What one of eight GPUs, or of four, has of a layer whose heads are spread over them."""
+"""Layers with tensor parallelism: the part of one of eight GPUs, or of four."""
 
 LFM2_CHANNELS = {"lfm2-1.2b": 2048}
-"""Channels of convolutions that are gated, by model."""
+"""Model -> number of channels of its gated convolutions."""
 
 DRY_MODELS = (
     StateModel(name="dry-1", num_heads=1, head_dim=64, d_state=16, num_groups=1, conv_dim=64),
@@ -105,7 +105,7 @@ DRY_MODELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBatch:
-    """Tensors of requests of a model; the names are those of the operations' arguments."""
+    """Tensors of a batch. The names are those of the operations' arguments."""
 
     model: StateModel
     query_starts: torch.Tensor
@@ -123,13 +123,19 @@ class StateBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvBatch:
-    """Tensors of requests of a model's convolution.
+    """Tensors of a batch of a model's convolution.
 
     Attributes:
-        bias: None where there is none.
-        silu: Whether outputs pass through SiLU.
-        input_gates: Multiplied with x; None where there are none, as of output_gates.
-        output_gates: Multiplied with the outputs.
+        query_starts: Index of each request's first token, and the number of tokens: i32.
+        slots: Slot of each request's state: i32.
+        states: States of all slots.
+        out: Tensor for the results.
+        x: Inputs.
+        weight: Weights of the convolution.
+        bias: Bias of the convolution. None if there is none.
+        silu: Whether SiLU is applied to the outputs.
+        input_gates: Factors of x. None if there are no gates.
+        output_gates: Factors of the outputs. None if there are no gates.
     """
 
     query_starts: torch.Tensor
@@ -145,12 +151,12 @@ class ConvBatch:
 
 
 def slots_in_arena(num_requests: int, device: torch.device) -> torch.Tensor:
-    """Slots in random order; slot 0 is no request's."""
+    """Return the requests' slots in random order. No request has slot 0."""
     return (1 + torch.randperm(num_requests)).to(torch.int32).to(device)
 
 
 def starts_of(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """Where requests of these lengths begin, and the end."""
+    """Return the index of each request's first token, and the total number of tokens."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
 
 
@@ -162,7 +168,7 @@ def make_state_batch(
     *,
     states: torch.Tensor | None = None,
 ) -> StateBatch:
-    """Random tokens and states of requests with these numbers of tokens; or with states given."""
+    """Make random tokens of requests with these lengths, and states that are empty or given."""
     torch.manual_seed(0)
     num_tokens, num_requests = sum(lengths), len(lengths)
     state_shape = (model.num_heads, model.head_dim, model.d_state)
@@ -193,7 +199,7 @@ def make_state_batch(
 def make_arena(
     num_slots: int, state_shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """States of several layers in each slot, all zero, [num_slots, num_layers, *state_shape]."""
+    """Make empty states of several layers in each slot, [num_slots, num_layers, *state_shape]."""
     layer_bytes = num_slots * math.prod(state_shape) * dtype.itemsize
     # Nothing is timed on a CPU.
     most_layers = 2 if device.type == "cpu" else ARENA_BYTES // layer_bytes
@@ -202,7 +208,7 @@ def make_arena(
 
 
 def make_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> ConvBatch:
-    """Random tokens and states of requests with these numbers of tokens, channels innermost."""
+    """Make random tokens and empty states for requests of these lengths, channels innermost."""
     torch.manual_seed(0)
     width = 4
     arena = make_arena(len(lengths) + 1, (width - 1, conv_dim), DTYPE, device)
@@ -219,7 +225,10 @@ def make_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> 
 
 
 def make_gated_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> ConvBatch:
-    """As `make_conv_batch`, of width 3, where gates and inputs come from one projection (LFM2)."""
+    """Make the batch of a gated convolution of width 3 (LFM2).
+
+    Gates and inputs are parts of one projection. Otherwise it is like `make_conv_batch`.
+    """
     torch.manual_seed(0)
     width = 3
     arena = make_arena(len(lengths) + 1, (width - 1, conv_dim), DTYPE, device)

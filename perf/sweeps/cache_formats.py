@@ -1,12 +1,15 @@
-"""What a model loses with a cache of fewer bits: Gemma 3 270M on text, beside its own precision.
+"""Measure the loss of Gemma 3 270M with caches of fewer bits, compared with full precision.
 
     python -m perf.sweeps.cache_formats [--windows N] [--tokens N]
 
-Every layer reads keys and values as a cache of the format would return them, those of its own chunk
-too; all else is float32. The text is that of Python's language reference, which comes with Python.
-Loss is in nats a token, with the standard error of its difference to a full cache over windows;
-divergence is that of the next token's distribution from a full cache's; "same" is the share of
-tokens whose likeliest successor stays. Nothing here is a speed.
+Every layer reads all keys and values, those of its own chunk too, as a cache of the format would
+return them. Everything else is float32. The text is Python's language reference, which comes with
+Python. No speed is measured. The columns are:
+
+- the loss in nats per token;
+- its increase over a full cache, and the standard error of this increase over windows;
+- the divergence of the next token's distribution from that of a full cache;
+- "same", the share of tokens whose likeliest successor is unchanged.
 
 Gemma is provided under and subject to the Gemma Terms of Use (ai.google.dev/gemma/terms).
 """
@@ -27,17 +30,17 @@ from jenga_kernels.reference.paged_attention import from_int4
 from jenga_kernels.rotation import hadamard_rotation
 
 Format = Callable[[torch.Tensor], torch.Tensor]
-"""Heads [rows, head_dim] as a cache returns them."""
+"""Function from heads [rows, head_dim] to the values that a cache of the format returns."""
 
 
 def unscaled(dtype: torch.dtype) -> Format:
-    """Give float8 without scales."""
+    """Make a format: float8 without scales."""
     most = torch.finfo(dtype).max
     return lambda rows: rows.clamp(-most, most).to(dtype).float()
 
 
 def with_slot_scales(dtype: torch.dtype) -> Format:
-    """Give a format of one byte an element, with a scale for each head of each slot."""
+    """Make a format with one byte per element, and a scale for each head of each slot."""
 
     def store(rows: torch.Tensor) -> torch.Tensor:
         stored, scales = quantised(rows, dtype)
@@ -47,12 +50,18 @@ def with_slot_scales(dtype: torch.dtype) -> Format:
 
 
 def in_int4(rows: torch.Tensor) -> torch.Tensor:
-    """Give four bits an element, with a step and a least element for each head of each slot."""
+    """Convert to four bits per element and back.
+
+    Each head of each slot has a step and a least element.
+    """
     return from_int4(*quantised_int4(rows), torch.float32)
 
 
 def in_int4_with_zero_points(rows: torch.Tensor) -> torch.Tensor:
-    """Give four bits an element whose zero is a whole step, as in vLLM's int4_per_token_head."""
+    """Convert to four bits per element and back, as in vLLM's int4_per_token_head.
+
+    Zero is a whole number of steps above the least element.
+    """
     least, most = rows.aminmax(dim=-1, keepdim=True)
     step = ((most - least) / 15).clamp(min=1e-6)
     zero = (-least / step).round().clamp(0, 15)
@@ -60,7 +69,7 @@ def in_int4_with_zero_points(rows: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(store: Format) -> Format:
-    """Give a format that rotates heads before it stores them, and back."""
+    """Make a format that rotates heads before it stores them, and rotates the results back."""
 
     def store_rotated(rows: torch.Tensor) -> torch.Tensor:
         rotation = hadamard_rotation(rows.shape[-1], rows.dtype, rows.device)
@@ -79,14 +88,17 @@ FORMATS: Mapping[str, Format] = {
     "int4, rotated, whole zero points": rotated(in_int4_with_zero_points),
     "int4_per_token_head": rotated(in_int4),
 }
-"""Formats by the names under which they are shown; those of vLLM's options are served so."""
+"""Name in the table -> format.
+
+If a name is an option of vLLM, Jenga serves this option in that format.
+"""
 
 
 @torch.inference_mode()
 def log_probabilities(
     model: torch.nn.Module, window: torch.Tensor, store: Format | None
 ) -> torch.Tensor:
-    """Log-probabilities of the successors of a window's tokens, [tokens - 1, vocabulary]."""
+    """Return log-probabilities of the successors of a window's tokens, [tokens - 1, vocabulary]."""
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def attend_to_stored(
@@ -111,7 +123,10 @@ def log_probabilities(
 def compared(
     model: torch.nn.Module, windows: torch.Tensor
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Losses of a full cache [windows]; of each format loss, divergence, same [windows, 3]."""
+    """Return the losses of a full cache, [windows], and each format's loss, divergence and same.
+
+    Each format has a tensor [windows, 3].
+    """
     losses = []
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in FORMATS}
     for window in windows:

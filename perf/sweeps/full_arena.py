@@ -1,7 +1,7 @@
-"""Requests that keep an arena full, and what they hold in it by cause.
+"""Requests that keep an arena full, and the bytes that they hold by cause.
 
-Nothing is computed and no time is measured: requests come, grow and go as an engine would have
-them, and the bytes are counted. The same requests come to every arena of a comparison.
+Nothing is computed, and no time is measured. Requests come, grow and go as in an engine, and the
+bytes are counted. All arenas of a comparison get the same requests.
 """
 
 import random
@@ -22,19 +22,19 @@ from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import ImageEmbedding, ModelSpec
 
 MOST_ARRIVALS = 64
-"""Requests that wait for a step: more than come in with one."""
+"""Number of waiting requests before a step: more than one step can admit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """Bytes that running requests hold, by what is in them.
+    """Bytes that running requests hold, by cause.
 
     Attributes:
-        used: Slots that the next token of a request reads or writes.
-        window: Slots that every window has left, in pages that one has not.
-        last_page: Slots not written yet, in a request's last page or an image's.
+        used: Slots that a request's next token reads or writes.
+        window: Slots outside of every window, in pages that a window still needs.
+        last_page: Slots that are not written yet, in the last page of a request or of an image.
         padding: Bytes of small pages that no slot covers.
-        empty: Small pages that hold nothing, in large pages held.
+        empty: Empty small pages in large pages that are held.
     """
 
     used: float = 0
@@ -45,16 +45,16 @@ class Bytes:
 
     @property
     def held(self) -> float:
-        """All of them."""
+        """Sum of all bytes."""
         return self.used + self.window + self.last_page + self.padding + self.empty
 
     @property
     def waste(self) -> float:
-        """The share that is not used."""
+        """Share of the held bytes that is not used, 0 to 1."""
         return 1 - self.used / self.held
 
     def over(self, count: float) -> "Bytes":
-        """The part of one of so many."""
+        """Return all numbers divided by `count`."""
         return Bytes(**{field.name: getattr(self, field.name) / count for field in fields(self)})
 
     def __add__(self, other: "Bytes") -> "Bytes":
@@ -68,13 +68,13 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths of requests.
+    """Distribution of the lengths of requests.
 
     Attributes:
-        name: What the table calls them.
-        prompt_tokens: Draws a prompt's length.
-        output_tokens: Fewest and most tokens after the prompt.
-        most_tokens: No request is longer.
+        name: Name in the table.
+        prompt_tokens: Function that draws a prompt's length.
+        output_tokens: Smallest and largest number of tokens after the prompt.
+        most_tokens: Largest length of a request in tokens, with its output.
     """
 
     name: str
@@ -98,7 +98,7 @@ LENGTHS = {
             output_tokens=(64, 128),
             most_tokens=1024,
         ),
-        # MMLU-Pro with five examples and an answer in steps, about 1.3k tokens.
+        # MMLU-Pro with five examples and a step-by-step answer, about 1.3k tokens.
         Lengths(
             name="mmlu",
             prompt_tokens=_mmlu_prompt,
@@ -111,14 +111,15 @@ LENGTHS = {
             output_tokens=(256, 512),
             most_tokens=8192,
         ),
-        # Prompts of the paper's long documents; outputs long enough that decoding fills the arena.
+        # Prompts of the paper's long documents. Outputs are long enough that decoding fills the
+        # arena.
         Lengths(
             name="long",
             prompt_tokens=lambda draw: draw.randint(55_000, 110_000),
             output_tokens=(400, 1000),
             most_tokens=111_000,
         ),
-        # Whisper transcribes; its decoder knows no longer text.
+        # Whisper's transcriptions: its decoder supports no longer text.
         Lengths(
             name="speech",
             prompt_tokens=lambda _draw: 4,
@@ -130,18 +131,18 @@ LENGTHS = {
 
 
 def images_of(model: ModelSpec, prompt_tokens: int) -> tuple[Image, ...]:
-    """One image that the prompt begins with, where the model takes images."""
+    """Return one image at the beginning of the prompt, if the model takes images."""
     num_tokens = encoder_tokens(model)
     if not num_tokens:
         return ()
     if any(isinstance(each, ImageEmbedding) for each in model.layer_types):
-        # The image's tokens are tokens of the prompt.
+        # The image's tokens are part of the prompt.
         num_tokens = min(num_tokens, prompt_tokens - 1)
     return (Image(start_token=0, num_tokens=num_tokens),)
 
 
 def request_of(model: ModelSpec, name: str, prompt_tokens: int, output_tokens: int) -> Request:
-    """A request, of which nobody else knows a token."""
+    """Make a request that shares no token with any other."""
     return Request(
         name=name,
         prompt=(Piece(name, prompt_tokens),),
@@ -151,7 +152,7 @@ def request_of(model: ModelSpec, name: str, prompt_tokens: int, output_tokens: i
 
 
 def draw_requests(model: ModelSpec, lengths: Lengths) -> Iterator[Request]:
-    """Requests without end, always the same."""
+    """Yield an endless sequence of requests, always the same one."""
     draw = random.Random(lengths.name)
     number = 0
     while True:
@@ -161,7 +162,7 @@ def draw_requests(model: ModelSpec, lengths: Lengths) -> Iterator[Request]:
 
 
 def long_documents(model: ModelSpec, *, seed: int) -> Iterator[Request]:
-    """The paper's trace for Ministral: twenty requests, all there from the start."""
+    """Yield the paper's trace for Ministral: twenty requests, all there from the start."""
     for each in documents_of(seed=seed):
         yield request_of(model, each.name, each.prompt_tokens, each.output_tokens)
 
@@ -170,8 +171,8 @@ class FullArena:
     """An arena and the requests that keep it full.
 
     Attributes:
-        arena: The memory.
-        is_full: Whether the step refused a request, or took its pages from one.
+        arena: The arena.
+        is_full: Whether the last step left a request waiting for memory, or preempted one.
     """
 
     def __init__(self, arena: Arena, requests: Iterator[Request]) -> None:
@@ -187,7 +188,7 @@ class FullArena:
 
     @property
     def num_preemptions(self) -> int:
-        """So far."""
+        """Number of preemptions so far."""
         return self._scheduler.num_preemptions
 
     def _arrive(self) -> None:
@@ -196,7 +197,7 @@ class FullArena:
             waiting.append(ActiveRequest(request))
 
     def fill(self, *, seed: int) -> None:
-        """Admit requests, each anywhere in its output, until one does not fit."""
+        """Admit requests, each at a random point of its output, until one does not fit."""
         draw = random.Random(seed)
         waiting = self._scheduler.waiting
         while True:
@@ -210,9 +211,12 @@ class FullArena:
             self.running.append(waiting.popleft())
 
     def _run_to(self, active: ActiveRequest, goal_tokens: int) -> bool:
-        """Bring a waiting request to a length, or leave it waiting."""
+        """Advance a waiting request to a length.
+
+        If that fails, leave it waiting and return False.
+        """
         prompt_tokens = active.prompt_tokens
-        # The last step is one of decoding: what windows have left is given up.
+        # The last step is a decode step, in which pages that left a window are freed.
         ends = [*range(CHUNK_TOKENS, prompt_tokens, CHUNK_TOKENS), prompt_tokens]
         for num_tokens in sorted({*ends, max(prompt_tokens, goal_tokens - 1), goal_tokens}):
             self.arena.new_step()
@@ -229,7 +233,7 @@ class FullArena:
         return True
 
     def step(self) -> None:
-        """One step: what runs advances, then as many are admitted as there is room for."""
+        """Run one step: running requests advance, then as many are admitted as fit."""
         self._arrive()
         scheduler = self._scheduler
         num_preemptions = scheduler.num_preemptions
@@ -239,12 +243,12 @@ class FullArena:
         self.is_full = is_refused or scheduler.num_preemptions > num_preemptions
 
     def finish_step(self) -> None:
-        """End what has all its tokens."""
+        """End the requests that have all their tokens."""
         self._scheduler.finish(self._batch, 0.0)
 
 
 def managed_bytes(arena: ManagedArena, running: Sequence[ActiveRequest]) -> Bytes:
-    """What running requests hold, counted from them and checked against the manager."""
+    """Count the bytes of running requests by cause, and check them against the manager."""
     held = Bytes()
     memory = arena.manager.memory()
     for table, reported in zip(arena.manager.geometry.page_tables, memory.tables, strict=True):
@@ -276,7 +280,10 @@ def managed_bytes(arena: ManagedArena, running: Sequence[ActiveRequest]) -> Byte
 
 
 def _unwritten_image_slots(table: PageTable, active: ActiveRequest, first_page: int) -> int:
-    """Slots behind the ends of images, each of which begins on a page of its own."""
+    """Count the unwritten slots behind the ends of images.
+
+    Each image begins on a page of its own.
+    """
     if not isinstance(table.layer_type, ENCODER_TYPES):
         return 0
     page_slots = table.tokens_per_page
@@ -290,13 +297,13 @@ def _unwritten_image_slots(table: PageTable, active: ActiveRequest, first_page: 
 
 
 def stock_bytes(arena: StockArena, running: Sequence[ActiveRequest]) -> Bytes:
-    """What running requests hold of vLLM's blocks; what is not used counts as padding."""
+    """Count the bytes of running requests in vLLM's blocks. Unused bytes count as padding."""
     memory = arena.memory(list(running))
     return Bytes(used=memory.used_bytes, padding=memory.useless_bytes)
 
 
 def held_bytes(arena: Arena, running: Sequence[ActiveRequest]) -> Bytes:
-    """What running requests hold, by cause.
+    """Count the bytes of running requests by cause.
 
     Raises:
         ValueError: The arena is neither ours nor vLLM's.

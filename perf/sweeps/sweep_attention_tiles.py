@@ -1,9 +1,9 @@
-"""Time attention with other tiles than those chosen, beside FlashAttention-3.
+"""Time attention with other tiles than the chosen ones, and FlashAttention-3.
 
 python -m perf.sweeps.sweep_attention_tiles [--only D5] [--peers none] [--dry-run]
 
-Each row is checked against what the chosen tiles give. Tiles that need more shared memory than
-there is are named and left out.
+The result of each row is compared with that of the chosen tiles. Tiles that need more shared memory
+than is available are reported and skipped.
 """
 
 import functools
@@ -20,13 +20,13 @@ from perf.peers.attention_peers import PEERS
 from perf.shapes.attention_shapes import DRY_SHAPES, SHAPES, AttentionShape
 
 Change = Callable[[AttentionTiles], AttentionTiles]
-"""Makes tiles of those chosen."""
+"""Function that turns the chosen tiles into others."""
 
 DECODE_SHAPES = ("D1 ", "D3 ", "D5 ", "D6 ", "D11 ", "D13 ", "D15 ")
 PREFILL_SHAPES = ("P1 ", "P3 ", "P4 ")
 
 DECODE_TILES = (
-    # Keys, warps, stages, programs a processor
+    # Keys, warps, stages, programs per processor
     (16, 1, 5, 8),
     (32, 1, 5, 6),
     (32, 2, 5, 4),
@@ -42,7 +42,7 @@ DECODE_TILES = (
     (128, 4, 5, 1),
     (128, 8, 5, 1),
 )
-"""Beside 64 keys, four warps, five stages and two programs a processor."""
+"""Tried in addition to 64 keys, four warps, five stages and two programs per processor."""
 
 PREFILL_TILES = (
     # Rows, keys, warps, stages
@@ -57,21 +57,21 @@ PREFILL_TILES = (
     (128, 128, 8, 4),
     (128, 128, 8, 5),
 )
-"""Beside 128 rows, 64 keys, eight warps and five stages."""
+"""Tried in addition to 128 rows, 64 keys, eight warps and five stages."""
 
 SPECIALIZED = (
-    # Keys, stages, whether groups of warps take turns
+    # Keys, stages, whether warp groups take turns
     (64, 3, True),
     (64, 4, False),
     (64, 4, True),
     (128, 2, False),
     (128, 2, True),
 )
-"""Of the prefill kernel for Hopper whose warps specialise."""
+"""Tiles of the warp-specialized prefill kernel for Hopper."""
 
 
 def variants(shape: AttentionShape) -> dict[str, Change]:
-    """Name of a row -> what makes its tiles of those chosen."""
+    """Return name of a row -> function that turns the chosen tiles into the row's."""
     found: dict[str, Change] = {}
     if shape.num_tokens == len(shape.requests):
         for tiles in DECODE_TILES:
@@ -94,14 +94,14 @@ def variants(shape: AttentionShape) -> dict[str, Change]:
 
 
 def other_decode(chosen: AttentionTiles, tiles: tuple[int, int, int, int]) -> AttentionTiles:
-    """Tiles of `DECODE_TILES` in place of those chosen."""
+    """Replace the chosen tiles for decoding by some of `DECODE_TILES`."""
     block_n, num_warps, num_stages, per_processor = tiles
     decode = replace(chosen.decode, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
     return replace(chosen, decode=decode, num_programs=per_processor * NUM_PROCESSORS)
 
 
 def other_prefill(chosen: AttentionTiles, tiles: tuple[int, int, int, int]) -> AttentionTiles:
-    """Tiles of `PREFILL_TILES` in place of those chosen."""
+    """Replace the chosen tiles for prefill by some of `PREFILL_TILES`."""
     block_m, block_n, num_warps, num_stages = tiles
     prefill = replace(
         chosen.prefill,
@@ -114,7 +114,7 @@ def other_prefill(chosen: AttentionTiles, tiles: tuple[int, int, int, int]) -> A
 
 
 def specialized(chosen: AttentionTiles, tiles: tuple[int, int, bool]) -> AttentionTiles:
-    """The kernel for Hopper with tiles of `SPECIALIZED`."""
+    """Select the kernel for Hopper with tiles of `SPECIALIZED`."""
     block_n, num_stages, takes_turns = tiles
     found = SpecializedTiles(
         block_n=block_n,
@@ -127,7 +127,7 @@ def specialized(chosen: AttentionTiles, tiles: tuple[int, int, bool]) -> Attenti
 
 
 def implementations(shape: AttentionShape) -> dict[str, Prepare]:
-    """What is timed of a shape: the chosen tiles first, FlashAttention-3 last."""
+    """Return the implementations to time: the chosen tiles first, FlashAttention-3 last."""
     swept = {
         name: functools.partial(jenga, change=change) for name, change in variants(shape).items()
     }

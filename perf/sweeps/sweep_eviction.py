@@ -1,17 +1,18 @@
-"""Prefix hits by eviction policy, on workloads with shared prefixes, beside vLLM's own manager.
+"""Compare prefix hits of eviction policies and of vLLM's manager on workloads with shared prefixes.
 
     python -m perf.sweeps.sweep_eviction [--models ...] [--workloads ...] [--systems ...]
         [--mooncake FILE] [--save FOLDER]
 
-A number is the share of prompt tokens, in percent, found cached at the first admission. `best` is
-what an eviction that knew the future could reach at most with requests one after another,
-`unlimited` a cache without end. All replays run in bfloat16, on as many GPUs as the weights need,
-under the same scheduler. Seconds are a roofline's, so the same rows come out anywhere.
+A number is the percentage of prompt tokens that were found cached at the first admission. `best` is
+an upper bound: the hits of an eviction that knows the future, with requests one after another.
+`unlimited` is a cache of unlimited size. All replays run in bfloat16, on as many GPUs as the
+weights need, under the same scheduler. Seconds come from a roofline, so all machines give the same
+rows.
 
-Articles are asked about in random order, in rounds (each article once, in another order each time)
-or in cycles (in the same order each time, so that what was used longest ago is needed next). All
-questions are there from the start: `perf.serving` has requests that arrive over time. The trace is
-Mooncake's, its first 1,000 rows, four times as fast.
+Questions on articles come in random order, in rounds or in cycles. A round has each article once,
+in a new order. A cycle has the same order each time, so that the least recently used article is
+needed next. All questions are there from the start: `perf.serving` has requests that arrive over
+time. The trace consists of the first 1,000 rows of Mooncake's, four times as fast.
 """
 
 import argparse
@@ -51,7 +52,7 @@ CASES = (
     ("granite-4.0-h-small", "H100"),
     ("jamba-1.5-mini", "H200"),
 )
-"""Models and the GPU that each runs on."""
+"""Models, each with the GPU that it runs on."""
 
 STOCK = "vllm"
 SYSTEMS = (*EVICTION_POLICIES, STOCK)
@@ -60,7 +61,10 @@ ARTICLE_TOKENS = 30_000
 MOONCAKE_ROWS = 1000
 MOONCAKE_SPEED = 4
 LEAST_ARENA_SHARE = 0.1
-"""Of a GPU's memory: with less, a model runs on more GPUs."""
+"""Least share of a GPU's usable memory for the arena.
+
+If a model leaves less, it runs on more GPUs.
+"""
 
 Requests = Callable[[], Iterable[Request]]
 
@@ -70,11 +74,11 @@ class Setting:
     """A model on a machine.
 
     Attributes:
-        facts: What is known of it.
-        model: Its layers, of one rank.
-        gpu: Of each rank.
-        ranks: Over which its weights are divided.
-        arena_bytes: Of one rank.
+        facts: Facts about the model.
+        model: Layers of one rank.
+        gpu: Kind of GPU of each rank.
+        ranks: Number of ranks that the weights are divided over.
+        arena_bytes: Size of the arena on one rank, in bytes.
     """
 
     facts: ModelFacts
@@ -85,7 +89,7 @@ class Setting:
 
 
 def setting(name: str, gpu_name: str) -> Setting:
-    """A model on as few GPUs as leave room for an arena."""
+    """Return a model on the smallest number of GPUs that leaves room for an arena."""
     facts, gpu = known_model(name), find_gpu(gpu_name)
     for ranks in (1, 2, 4, 8):
         budget = memory_budget([facts], gpu, ranks=ranks)
@@ -102,14 +106,14 @@ def setting(name: str, gpu_name: str) -> Setting:
 
 
 def asked(num_articles: int, order: str) -> Requests:
-    """Eight questions on each article."""
+    """Return a workload of eight questions on each article."""
     return lambda: articles(
         num_articles=num_articles, num_questions=8, article_tokens=ARTICLE_TOKENS, order=order
     )
 
 
 def mooncake(path: Path) -> Requests:
-    """The first rows of a trace, sped up."""
+    """Return a workload of the first rows of a trace, sped up."""
     return lambda: (
         replace(each, arrival_s=each.arrival_s / MOONCAKE_SPEED)
         for each in islice(read_mooncake(path), MOONCAKE_ROWS)
@@ -117,7 +121,7 @@ def mooncake(path: Path) -> Requests:
 
 
 def workloads(trace: Path | None) -> dict[str, Requests]:
-    """All workloads by name."""
+    """Return name -> workload."""
     found: dict[str, Requests] = {
         "3 articles": asked(3, "random"),
         "8 articles": asked(8, "random"),
@@ -142,7 +146,7 @@ def workloads(trace: Path | None) -> dict[str, Requests]:
 
 
 def replay(one: Setting, requests: Requests, system: str) -> dict[str, Any]:
-    """Run requests through our manager with one eviction policy, or through vLLM's."""
+    """Replay requests with our manager and one eviction policy, or with vLLM's manager."""
     clock = StepTime(one.model, weights_of(one.facts, ranks=one.ranks), one.gpu)
     if system == STOCK:
         arena = make_arena("vllm", one.model, one.arena_bytes)
@@ -171,7 +175,7 @@ def replay(one: Setting, requests: Requests, system: str) -> dict[str, Any]:
 def rows(
     one: Setting, workload: str, requests: Requests, systems: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """What each system makes of a workload, and the bounds."""
+    """Return rows of the bounds and of each system on a workload."""
     case = {
         "model": one.facts.name,
         "gpu": one.gpu.name,
@@ -194,7 +198,7 @@ def rows(
 
 
 def line(found: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Rows of one case as text."""
+    """Format the rows of one case."""
     by_system = {row["system"]: row for row in found}
     cells = [
         f"{by_system[name]['hit_percent']:10.1f}"
@@ -208,12 +212,12 @@ def line(found: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
 
 
 def header(columns: Sequence[str]) -> str:
-    """The head of the table."""
+    """Format the head of the table."""
     return f"{'model':20} {'GPU':12} {'workload':14}" + "".join(f"{name:>10}" for name in columns)
 
 
 def save(all_rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows in place of those there of the same case, and the table of all."""
+    """Write rows, which replace older rows of the same cases, and the table of all rows."""
     from perf.harness.timing import machine_line
 
     path = folder / "sweep_eviction.jsonl"

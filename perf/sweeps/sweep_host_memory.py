@@ -1,12 +1,13 @@
-"""What host memory beside the arena brings: replays without it, with as much again, and more.
+"""Replay workloads without host memory, with as much as the arena, and with more.
 
     python -m perf.sweeps.sweep_host_memory [--models ...] [--workloads ...] [--times ...]
         [--mooncake FILE] [--save FOLDER]
 
-A number is the share of prompt tokens, in percent, found cached at the first admission, and below
-it the seconds of the replay: a roofline's, in which bytes go to host memory and come back at 25 GB
-a second, those saved ahead beside a step, all others while nothing else runs. Models, machines and
-workloads are those of `perf.sweeps.sweep_eviction`; `unlimited` is a cache without end.
+The first line of a case has the percentage of prompt tokens that were found cached at the first
+admission. The line below has the seconds of the replay, which come from a roofline. Bytes are
+copied to host memory and back at 25 GB per second. Copies that are made ahead overlap with a step,
+and all others run while nothing else does. Models, machines and workloads are those of
+`perf.sweeps.sweep_eviction`. `unlimited` is a cache of unlimited size.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from jenga.sim.replays.replay import Replay
 from perf.sweeps.sweep_eviction import CASES, Requests, Setting, setting, workloads
 
 TIMES = (0, 1, 4)
-"""Host memory as so many times the arena."""
+"""Sizes of host memory, as multiples of the arena."""
 
 
 def replay(one: Setting, requests: Requests, times: int) -> dict[str, Any]:
-    """Run requests through our manager with host memory of so many times the arena."""
+    """Replay requests with our manager and host memory of `times` times the arena."""
     clock = StepTime(one.model, weights_of(one.facts, ranks=one.ranks), one.gpu)
     arena = make_arena(
         "jenga",
@@ -57,7 +58,7 @@ def replay(one: Setting, requests: Requests, times: int) -> dict[str, Any]:
 def rows(
     one: Setting, workload: str, requests: Requests, all_times: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What each size of host memory makes of a workload, and the bound."""
+    """Return a row for each size of host memory on a workload. Each row has the bound too."""
     case = {
         "model": one.facts.name,
         "gpu": one.gpu.name,
@@ -70,7 +71,7 @@ def rows(
 
 
 def lines(found: Sequence[dict[str, Any]], all_times: Sequence[int]) -> list[str]:
-    """Rows of one case as text."""
+    """Format the rows of one case."""
     by_times = {row["times"]: row for row in found}
     row = found[0]
     machine = f"{row['ranks']} {row['gpu']}"
@@ -87,7 +88,7 @@ def lines(found: Sequence[dict[str, Any]], all_times: Sequence[int]) -> list[str
 
 
 def header(all_times: Sequence[int]) -> str:
-    """The head of the table."""
+    """Format the head of the table."""
     names = ["none" if not times else f"{times} x arena" for times in all_times]
     return f"{'model':20} {'GPU':12} {'workload':14}{'unlimited':>10}" + "".join(
         f"{name:>12}" for name in names
@@ -95,7 +96,7 @@ def header(all_times: Sequence[int]) -> str:
 
 
 def save(all_rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows in place of those there of the same case, and the table of all."""
+    """Write rows, which replace older rows of the same cases, and the table of all rows."""
     from perf.harness.timing import machine_line
 
     path = folder / "sweep_host_memory.jsonl"

@@ -1,9 +1,10 @@
-"""Time attention over the bytes of small pages and over the size of the arena, at 16 tokens a page.
+"""Time attention for different sizes of small pages and arenas, with 16 tokens per page.
 
 python -m perf.sweeps.sweep_page_size [--only decode] [--peers none] [--dry-run]
 
-The layers that share a small page set its bytes, which are the distance from one page of a layer to
-the next; the arena's size sets over how much memory a request's pages are scattered.
+The number of layers that share a small page determines its size in bytes, which is the distance
+from one page of a layer to the next. The size of the arena determines over how much memory a
+request's pages are scattered.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ BASES = (
 
 
 def points(bases: tuple[AttentionShape, ...]) -> list[Point]:
-    """Every base at every number of layers in every arena that is larger than it needs."""
+    """Return each base with each number of layers, in each arena that is large enough."""
     found: list[Point] = []
     for base in bases:
         for way, arena_bytes in ARENAS.items():

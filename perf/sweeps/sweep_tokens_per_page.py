@@ -1,10 +1,10 @@
-"""Time attention over tokens per page, at one number of layers and at one distance of pages.
+"""Time attention for different numbers of tokens per page.
 
 python -m perf.sweeps.sweep_tokens_per_page [--only decode] [--peers none] [--dry-run]
 
-More tokens per page make a layer's part of a page longer, and fewer page ids to read. With the
-layers fixed the distance grows too, as it does in an arena; with the distance fixed only the part
-grows.
+With more tokens per page, a layer's part of a page is longer, and there are fewer page ids to read.
+Each number is measured in two ways. With a fixed number of layers, the distance between pages grows
+too, as in an arena. With a fixed distance, only the part of the layer grows.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from perf.shapes.attention_shapes import DRY_SHAPES, GEMMA_3_27B, LLAMA_8B, Atte
 from perf.sweeps.sweeps import Point, run_sweep
 
 TOKENS_PER_PAGE = (16, 32, 64, 128, 256, 528, 784, 1344)
-"""528, 784 and 1344 are what vLLM and the paper come to on hybrids."""
+"""Numbers of tokens. vLLM and the paper choose 528, 784 and 1344 for hybrids."""
 
 NUM_LAYERS = 32
 FIXED_DISTANCE_BYTES = 1344 * 8192
-"""The largest page's part of one layer of Gemma 3 27B."""
+"""Size of one layer's part of the largest page, for Gemma 3 27B."""
 
 BASES = (
     AttentionShape(name="llama-8b decode 32x4k", requests=((1, 4096),) * 32, **LLAMA_8B),
@@ -30,7 +30,7 @@ BASES = (
 
 
 def points(bases: tuple[AttentionShape, ...]) -> list[Point]:
-    """Every base at every number of tokens per page, in two ways."""
+    """Return each base with each number of tokens per page, in both ways."""
     found: list[Point] = []
     for base in bases:
         for tokens in TOKENS_PER_PAGE:

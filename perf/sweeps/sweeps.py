@@ -1,4 +1,4 @@
-"""What sweeps share: shapes along an axis, measured as the benchmark of attention measures them."""
+"""Common code of sweeps: shapes along an axis, measured like those of the attention benchmark."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Point:
     """One shape of a sweep.
 
     Attributes:
-        series: The line of the plot it lies on.
-        x: Its place on the axis.
-        shape: What is measured; its name is unique in the sweep.
+        series: Name of the plot's line that it belongs to.
+        x: Position on the axis.
+        shape: Shape to measure. Its name is unique in the sweep.
     """
 
     series: str
@@ -35,15 +35,15 @@ def run_sweep(
     axis: str,
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Measure all points, write their rows and draw them beside the rows.
+    """Measure all points, write their rows, and draw a plot beside the rows' file.
 
     Args:
-        name: Of the rows' file and the picture.
-        description: What `--help` says.
-        points: What to measure.
-        dry: What to measure instead in a dry run.
-        axis: What the picture's axis is called.
-        arguments: The command line; None takes the process's.
+        name: Name of the file of rows and of the plot.
+        description: Text of `--help`.
+        points: Points to measure.
+        dry: Points to measure in a dry run.
+        axis: Label of the plot's axis.
+        arguments: Command line. None means that of the process.
     """
     benchmark = Benchmark(name, description, ["tests/kernels/test_paged_attention.py"], arguments)
     measured: list[tuple[Point, Row]] = []
@@ -62,7 +62,7 @@ def run_sweep(
 
 
 def draw(measured: Sequence[tuple[Point, Row]], path: Path, *, axis: str) -> None:
-    """Draw a line for each series and implementation: times over its least time."""
+    """Draw a line for each series and implementation: times relative to its least time."""
     from matplotlib.figure import Figure
 
     lines: dict[str, list[tuple[float, float]]] = {}

@@ -2,13 +2,17 @@
 
     python perf/sweeps/table_geometry.py [model ...] [--ranks 1 2 4 8] [--formats model fp8]
 
-A row plans for the arena that the model leaves free on the smallest GPU its weights fit, in
-bfloat16. No time is measured: the same table comes out on any machine.
+A row plans for the arena that the model leaves free on the smallest GPU that its weights fit, in
+bfloat16. No time is measured, so all machines give the same table. The columns are:
 
-Columns: ranks and KV format; that GPU (GB) and its arena (GB); the planned large page (MB) and its
-share of the arena; small pages per large page, of token types and of state runs; page tables;
-padding, and expected waste of requests of 1,000 to 2,000 tokens and of 8,000 (percent of held
-bytes); the large page of the paper's exact LCM (MB).
+- ranks and KV format;
+- memory of that GPU, and its arena (both in GB);
+- the planned large page (MB), and its share of the arena;
+- small pages per large page, of token types and of state types;
+- number of page tables;
+- padding, and the expected waste of requests of 1,000 to 2,000 tokens and of 8,000 tokens (percent
+  of held bytes);
+- the large page of the paper's exact LCM (MB).
 """
 
 import argparse
@@ -25,16 +29,19 @@ RANKS = (1, 2, 4, 8)
 FORMATS = (KvFormat.MODEL, KvFormat.FP8)
 
 GPU_GB = (8, 16, 24, 40, 48, 80, 141, 192, 288)
-"""Memory of GPUs on sale, from small cards to B300."""
+"""Memory of GPUs on sale, from small cards to B300, in GB."""
 
 USABLE_SHARE = 0.9
-"""Of a GPU's memory, vLLM's default."""
+"""Share of a GPU's memory that is used: vLLM's default."""
 
 ACTIVATION_BYTES = 500_000_000
-"""Set aside for activations and graphs."""
+"""Bytes reserved for activations and CUDA graphs."""
 
 WEIGHT_SHARE = 0.8
-"""Of a GPU's memory that weights may take for the model to count as fitting."""
+"""Largest share of a GPU's memory that weights may take.
+
+If they need more, they count as too large.
+"""
 
 SHORT_TOKENS = range(1000, 2001, 10)
 LONG_TOKENS = range(7992, 8008)
@@ -42,7 +49,7 @@ LONG_TOKENS = range(7992, 8008)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One model, run in one way."""
+    """One model with one number of ranks and one KV format."""
 
     name: str
     ranks: int
@@ -54,7 +61,7 @@ class Row:
 
 
 def arenas(parameters_billion: float, ranks: int) -> Iterator[tuple[int, int]]:
-    """Every GPU that the weights fit, smallest first, with the bytes they leave: (GB, bytes)."""
+    """Yield the GB of every GPU that the weights fit, smallest first, and the bytes left there."""
     weight_bytes = 2e9 * parameters_billion / ranks
     for gpu_gb in GPU_GB:
         if weight_bytes <= WEIGHT_SHARE * gpu_gb * 1e9:
@@ -62,7 +69,7 @@ def arenas(parameters_billion: float, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def read(name: str, ranks: int, kv_format: KvFormat) -> tuple[ModelSpec, float]:
-    """A model as run by some ranks, and its billions of parameters."""
+    """Return a model's layers on one of some ranks, and its parameters in billions."""
     facts = known_model(name)
     options = ReadOptions(tensor_parallel=ranks, kv_format=kv_format)
     return facts.spec(options), (facts.total_parameters or 0) / 1e9
@@ -71,7 +78,7 @@ def read(name: str, ranks: int, kv_format: KvFormat) -> tuple[ModelSpec, float]:
 def rows(
     names: Sequence[str], *, ranks: Sequence[int] = RANKS, formats: Sequence[KvFormat] = FORMATS
 ) -> Iterator[Row | str]:
-    """A row per model, number of ranks and format, or why there is none."""
+    """Yield a row per model, number of ranks and format, or the reason why there is none."""
     for name in names:
         for num_ranks in ranks:
             for kv_format in formats:
@@ -96,7 +103,7 @@ def rows(
 
 
 def line(row: Row) -> str:
-    """A row as text."""
+    """Format a row."""
     tables = row.geometry.page_tables
     token_pages = [table.small_pages_per_large_page for table in tables if not table.is_state]
     state_pages = [table.small_pages_per_large_page for table in tables if table.is_state]
@@ -114,7 +121,7 @@ def line(row: Row) -> str:
 
 
 def _joined(counts: Sequence[int]) -> str:
-    """Counts with repetitions folded: 76 or 6x1,7."""
+    """Format counts, with repetitions folded: 76 or 6x1,7."""
     parts: list[str] = []
     for count in dict.fromkeys(counts):
         times = counts.count(count)

@@ -1,23 +1,30 @@
-"""Waste of every known model with the arena full: ours, exact LCM, MAX, and vLLM's own planner.
+"""Waste of every known model in a full arena: ours, exact LCM, MAX, and vLLM's own planner.
 
     python -m perf.sweeps.table_waste [--models ...] [--lengths ...] [--json] [--save FOLDER]
 
-Waste is `1 - used / held`, both averaged over the steps of a run once the arena is full: held are
-the bytes that running requests keep from others (whole large pages, or vLLM's blocks), used are the
-slots that their next tokens read or write. Nothing is computed or timed: the same table comes out
-on any machine.
+Waste is `1 - used / held`, both averaged over the steps of a run once the arena is full. Held bytes
+are those that running requests keep from others: whole large pages, or vLLM's blocks. Used bytes
+are the slots that their next tokens read or write. Nothing is computed or timed, so all machines
+give the same table.
 
 A model runs in bfloat16 on the smallest GPU of 80 GB or more that its weights fit, on as few ranks
-as that takes. To save time an arena is cut down to what 128 requests need as they end, 64 in their
-first chunk, or 256 large pages, whichever is most; large pages are then a larger part of it, so
-waste is overstated, if anything. vLLM's is cut down to a quarter: its blocks are all alike.
+as possible. To save time, an arena is cut down to the largest of three sizes: the need of 128
+requests at their ends, that of 64 requests in their first chunk, and 256 large pages. Large pages
+are then a larger part of the arena, so the waste may be overstated. vLLM's arena is cut down to a
+quarter of that, since its blocks are all alike.
 
-Columns: the lengths; the arena run and the arena there is (GB); then, in percent of held bytes, our
-waste by cause: slots a window has left beside slots it has not, slots not written yet in the last
-page, padding, empty small pages in large pages held; the total; the floor of pages of 16 tokens,
-which is the first two alone; and the totals of exact LCM, MAX (both under our manager) and vLLM.
-Last, the requests running on average over those that an arena without waste would hold: ours,
-vLLM's. A dash: the system does not start, or holds no request.
+The columns are, with shares in percent of held bytes:
+
+- the lengths;
+- the arena of the run and the whole arena (GB);
+- our waste by cause: slots that left a window in pages that a window still needs, slots not written
+  yet in the last page, padding, and empty small pages in held large pages;
+- our total waste;
+- the floor, which is the waste of pages of 16 tokens from the first two causes alone;
+- the total waste of exact LCM and of MAX (both under our manager), and of vLLM;
+- running requests relative to those that an arena without waste would hold: ours, vLLM's.
+
+A dash means that the system does not start, or holds no request.
 """
 
 import argparse
@@ -55,7 +62,10 @@ RANKS = (1, 2, 4, 8)
 
 DOCUMENTS = "documents"
 DOCUMENTS_MODEL = "ministral-8b-2410"
-"""The paper's trace, on an H100 of 80 GB; the model reads longer text than its file says."""
+"""Name of the paper's trace, and its model, on an H100 of 80 GB.
+
+The model reads longer texts here than its configuration file says.
+"""
 
 SPEECH = "speech"
 ALL_LENGTHS = (*LENGTHS, DOCUMENTS)
@@ -63,16 +73,22 @@ ALL_LENGTHS = (*LENGTHS, DOCUMENTS)
 SYSTEMS = ("planned", "lcm", "max", "vllm")
 
 MAX_REQUESTS = 128
-"""Requests that an arena is cut down to."""
+"""Number of requests, at their ends, for which a cut-down arena has room."""
 
 MIN_PREFILLS = 64
-"""Requests that a cut-down arena holds in their first chunk, of which windows keep little."""
+"""Number of requests in their first chunk for which a cut-down arena has room.
+
+It matters for models whose windows keep little at the end of a request.
+"""
 
 MIN_UNITS = 256
-"""Large pages, or blocks of vLLM, that a cut-down arena keeps."""
+"""Number of large pages, or of vLLM's blocks, that a cut-down arena keeps."""
 
 STOCK_SHARE = 0.25
-"""Of that many requests for vLLM: blocks of one size leave nothing to chance, and it is slower."""
+"""vLLM's arena as a share of `MAX_REQUESTS`' need.
+
+It is smaller because vLLM is slower, and because blocks of one size are not subject to chance.
+"""
 
 NUM_STEPS = 320
 WARM_UP_STEPS = 64
@@ -85,8 +101,13 @@ class Case:
     """A model on a machine, and the lengths of its requests.
 
     Attributes:
-        arena_bytes: What the weights leave free.
-        wanted_bytes: What the arena is cut down to.
+        name: Name of the model.
+        model: Layers of one rank.
+        ranks: Number of ranks.
+        gpu_gb: Memory of each GPU, in GB.
+        arena_bytes: Bytes that the weights leave free.
+        wanted_bytes: Bytes that the arena is cut down to.
+        lengths: Name of the lengths.
     """
 
     name: str
@@ -98,7 +119,7 @@ class Case:
     lengths: str
 
     def run_bytes(self, unit_bytes: int, *, share: float = 1) -> int:
-        """The arena to run, for a system that cuts it into such units."""
+        """Return the arena's size in a run, for large pages or blocks of `unit_bytes`."""
         if self.lengths == DOCUMENTS:
             return self.arena_bytes
         return min(self.arena_bytes, max(int(share * self.wanted_bytes), MIN_UNITS * unit_bytes))
@@ -106,16 +127,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one system made of a case.
+    """Result of one system on a case.
 
     Attributes:
-        system: Of `SYSTEMS`.
-        refusal: Why there is nothing else.
-        unit_bytes: Its large page, or vLLM's block.
-        run_bytes: The arena run.
-        held: Averaged over the steps sampled.
-        num_requests: Running, on average.
-        num_preemptions: In all.
+        system: Name of the system, one of `SYSTEMS`.
+        refusal: Reason why there are no numbers. Empty if there are.
+        unit_bytes: Size of its large page, or of vLLM's block, in bytes.
+        run_bytes: Size of the arena in the run, in bytes.
+        held: Held bytes, averaged over the sampled steps.
+        num_requests: Mean number of running requests.
+        num_preemptions: Number of preemptions in the whole run.
     """
 
     system: str
@@ -128,18 +149,18 @@ class Outcome:
 
     @property
     def capacity(self) -> float:
-        """Requests running, as a share of those that an arena without waste would hold."""
+        """Running requests as a share of those that an arena without waste would hold, 0 to 1."""
         return self.held.used / self.run_bytes
 
     @property
     def floor(self) -> float:
-        """Waste if nothing were padded or empty."""
+        """Waste without padding and without empty small pages, 0 to 1."""
         unneeded = self.held.window + self.held.last_page
         return unneeded / (self.held.used + unneeded)
 
 
 def cases(names: Sequence[str], lengths: Sequence[str]) -> Iterator[Case]:
-    """Every model with every length that it can read."""
+    """Yield every model with all lengths that it supports."""
     for name in names:
         context = known_model(name).context_tokens or sys.maxsize
         for each in lengths:
@@ -151,7 +172,7 @@ def cases(names: Sequence[str], lengths: Sequence[str]) -> Iterator[Case]:
 
 
 def case(name: str, lengths: str) -> Case:
-    """A model on the smallest machine that it fits.
+    """Return a model on the smallest machine that it fits.
 
     Raises:
         ValueError: There is none.
@@ -175,7 +196,11 @@ def case(name: str, lengths: str) -> Case:
 
 
 def wanted_bytes(model: ModelSpec, lengths: Lengths) -> float:
-    """What `MAX_REQUESTS` requests need as they end, or `MIN_PREFILLS` as they are prefilled."""
+    """Return the bytes that a cut-down arena needs.
+
+    It has room for `MAX_REQUESTS` requests at their ends, and for `MIN_PREFILLS` in their first
+    chunk.
+    """
     need = Need(model)
     num_requests = 64
     ending = prefilled = 0.0
@@ -189,10 +214,10 @@ def wanted_bytes(model: ModelSpec, lengths: Lengths) -> float:
 
 
 def make_arena(system: str, one: Case) -> tuple[Arena, int, int]:
-    """A system's arena, the bytes of its units and its own bytes.
+    """Make a system's arena, and return it with the bytes of its units and of the arena.
 
     Raises:
-        ValueError: The system does not start in the arena there is.
+        ValueError: The system does not start in the whole arena.
     """
     if system == "vllm":
         stock = StockArena(one.model, one.arena_bytes, prefix_caching=False)
@@ -246,7 +271,7 @@ def measure(system: str, one: Case) -> Outcome:
 
 
 def sampled_after_filling(full: FullArena) -> Iterator[None]:
-    """Steps with requests that never end, once the arena is full."""
+    """Yield at sampled steps of an endless sequence of requests, once the arena is full."""
     full.fill(seed=0)
     for step in range(NUM_STEPS):
         full.step()
@@ -256,7 +281,7 @@ def sampled_after_filling(full: FullArena) -> Iterator[None]:
 
 
 def sampled_while_waiting(full: FullArena) -> Iterator[None]:
-    """Steps of a trace while there is no room for the next request, until it ends."""
+    """Yield at steps of a trace in which the next request does not fit, until the trace ends."""
     full.step()
     while full.running:
         if full.is_full:
@@ -266,7 +291,7 @@ def sampled_while_waiting(full: FullArena) -> Iterator[None]:
 
 
 def record(one: Case, found: Outcome) -> dict[str, Any]:
-    """A row as it is kept."""
+    """Return a result as a row of the file."""
     row: dict[str, Any] = {
         "model": one.name,
         "lengths": one.lengths,
@@ -301,7 +326,7 @@ HEADER = (
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows as text, the systems of a case side by side."""
+    """Format rows, with the systems of a case in one line."""
     sides: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         sides.setdefault((row["model"], row["lengths"]), {})[row["system"]] = row
@@ -327,7 +352,7 @@ def _percent(row: dict[str, Any], key: str) -> str:
 
 
 def machine_line() -> str:
-    """What the rows depend on."""
+    """Return a line with the versions that the rows depend on."""
     import vllm
 
     from perf.harness.timing import machine_line as harness_line
@@ -336,7 +361,7 @@ def machine_line() -> str:
 
 
 def save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows in place of those there of the same case, and the table of all."""
+    """Write rows, which replace older rows of the same cases, and the table of all rows."""
     path = folder / "table_waste.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     kept: dict[tuple[str, ...], dict[str, Any]] = {}

@@ -1,1 +1,1 @@
-"""Tables made from rows."""
+"""Tables made from rows of measurements."""

@@ -2,8 +2,8 @@
 
     python -m perf.tables.doc_figures [--check]
 
-With `--check` nothing is written. The exit status is 1 where a file was not what would be drawn.
-Both figures have a light background of their own, so that they can be read on dark pages.
+With `--check` nothing is written. The exit status is 1 if a file differs from the drawn figure.
+Both figures have a light background of their own, so that they are readable on dark pages.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from perf.tables.recipe_plans import ROWS, read_rows
 IMAGES = ROOT / "docs" / "images"
 
 BLUE, ORANGE, GREY, INK, FAINT = "#0072b2", "#d55e00", "#d9d9d9", "#222222", "#8a8a8a"
-"""Colours that are told apart without red and green (Okabe and Ito), and greys."""
+"""Colours that can be distinguished without red and green (Okabe and Ito), and greys."""
 
 WIDTH = 760
-"""Of a figure, in pixels at its natural size."""
+"""Width of a figure, in pixels at its natural size."""
 
 MARGIN = 24
 ROOM = WIDTH - 2 * MARGIN
-"""Between the margins."""
+"""Width between the margins, in pixels."""
 
 PICTURED_MODEL = "gemma-3-27b"
 
@@ -38,11 +38,11 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", **look: str) 
     """Make a line of text.
 
     Args:
-        x: Where it is anchored.
-        y: Its base line.
-        words: Unescaped.
+        x: Position of its anchor, in pixels.
+        y: Position of its base line, in pixels.
+        words: Text, not escaped.
         anchor: `start`, `middle` or `end`.
-        **look: Further attributes, `_` for `-`.
+        **look: Further attributes, with `_` instead of `-`.
     """
     extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in look.items())
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
@@ -89,7 +89,7 @@ def pictured_geometry() -> Geometry:
 
 
 def large_page() -> str:
-    """Draw the arena, and one large page of it as each of two layer types cuts it."""
+    """Draw the arena, and one of its large pages as cut by each of two layer types."""
     geometry = pictured_geometry()
     full, sliding = (
         next(table for table in geometry.page_tables if table.name == name)
@@ -117,7 +117,10 @@ def large_page() -> str:
 
 
 def _cut(table: PageTable, colour: str, words: str, x: float, top: float) -> Iterator[str]:
-    """Draw a large page, enlarged, as small pages of one layer type; `x` is its middle above."""
+    """Draw an enlarged large page as small pages of one layer type.
+
+    `x` is its middle in the arena.
+    """
     count = table.small_pages_per_large_page
     yield (
         f'<path d="M{x:g} 72V{top - 34:g}" stroke="{colour}" fill="none" stroke-dasharray="3 3"/>'
@@ -140,7 +143,7 @@ def _cut(table: PageTable, colour: str, words: str, x: float, top: float) -> Ite
 
 
 def workloads() -> str:
-    """Draw what each model gains on each workload, with the losses in their own colour."""
+    """Draw the gain of each model on each workload. Losses have a colour of their own."""
     found = [(name, factors(of_models)) for name, of_models in replays().items()]
     found.sort(key=lambda item: mean(item[1]))
     every = [gained for _, of_models in found for gained in of_models.values()]
@@ -188,7 +191,7 @@ def write(*, checks_only: bool, folder: Path = IMAGES) -> list[str]:
     """Draw all figures, or only compare them.
 
     Returns:
-        Names of the files that were not what would be drawn.
+        Names of the files that differed from the drawn figures.
     """
     wrong: list[str] = []
     for name, draw in FIGURES.items():
@@ -204,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        1 where a file was not what would be drawn.
+        1 if a file differed from the drawn figure, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="python -m perf.tables.doc_figures",

@@ -1,7 +1,7 @@
-"""Reads the rows that a GPU has timed, and says what belongs into one table and one mean.
+"""Read rows that a GPU has timed, in groups that can share a table and a mean.
 
-Ratios are a peer's time over ours, so that above 1 ours is faster. Rows are compared only within a
-commit. A mean is geometric, over shapes of one group: the same kernel, dtype and kind of work.
+Ratios are a peer's time over ours: above 1, ours is faster. Rows are compared only within a commit.
+A mean is geometric, over shapes of one group: the same kernel, dtype and kind of work.
 """
 
 import json
@@ -17,16 +17,16 @@ from perf.tables.kernel_sources import changed_since, read_digests
 OURS = "jenga"
 
 TOGETHER = {"bench_specialized_prefill": "bench_paged_attention"}
-"""Files whose rows stand beside another's."""
+"""File -> the file in whose tables its rows appear."""
 
 SHIPPED = {
     "P12 llama-8b fp8 prefill 8k": "jenga-plain",
     "falcon-h1-7b 1x2048": "jenga-halves",
 }
-"""Shapes whose row called "jenga" is not what is called by default -> the row that is."""
+"""Shape -> its row that is called by default, for shapes whose row "jenga" is not."""
 
 UNSHIPPED = "jenga-unshipped"
-"""What a table calls the row "jenga" of such a shape."""
+"""Name in tables of such a shape's row "jenga"."""
 
 STATES = "activations in bfloat16"
 
@@ -36,12 +36,12 @@ class Group:
     """Shapes that are comparable.
 
     Attributes:
-        name: What README's table asks for.
-        benchmark: The file of their rows.
-        title: Of their table.
-        shapes: Matches the beginnings of their names.
-        setting: Their dtypes, and what else they have in common.
-        kernels: What serves them, of `perf.tables.kernel_sources`.
+        name: Name of the group, which README's table refers to.
+        benchmark: Name of their file of rows.
+        title: Title of their table.
+        shapes: Pattern of the beginnings of their names.
+        setting: Their dtypes, and other things that they have in common.
+        kernels: Kernels that serve them, named as in `perf.tables.kernel_sources`.
     """
 
     name: str
@@ -272,11 +272,11 @@ GROUPS = (
         kernels=("attention_merge",),
     ),
 )
-"""In the order of the tables. A row belongs into the first group that matches."""
+"""Groups in the order of the tables. A row belongs to the first group that matches."""
 
 Row = dict[str, Any]
 Rows = dict[str, Row]
-"""Implementation -> its row, of one shape at one commit; ours is the one that is shipped."""
+"""Implementation -> its row, for one shape at one commit. Ours is the row that is shipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,9 +284,9 @@ class Shape:
     """The newest rows of a shape.
 
     Attributes:
-        name: The shape's name.
-        rows: Of one commit, ours among them.
-        changed: What has changed since, as `changed_since` tells.
+        name: Name of the shape.
+        rows: Rows of one commit, including ours.
+        changed: Change since that commit, as from `changed_since`.
     """
 
     name: str
@@ -299,7 +299,7 @@ class Shape:
         return self.rows[OURS]["commit"]
 
     def ratio(self, peer: str) -> float | None:
-        """A peer's time over ours; None where it has no row."""
+        """Return a peer's time over ours; None if it has no row."""
         if peer not in self.rows:
             return None
         return self.rows[peer]["p50_us"] / self.rows[OURS]["p50_us"]
@@ -307,12 +307,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A peer's times over ours, of some shapes of a group.
+    """A peer's times over ours, for some shapes of a group.
 
     Attributes:
-        ratios: One for each shape.
-        num_changed: Shapes whose kernel, or the choice of its tiles, has changed since.
-        page_tokens: Numbers of tokens of their pages, where they have pages.
+        ratios: One ratio for each shape.
+        num_changed: Number of shapes whose kernel, or choice of tiles, has changed since.
+        page_tokens: Tokens per page of these shapes, each number once. Empty if they have no pages.
     """
 
     ratios: tuple[float, ...]
@@ -321,24 +321,25 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """Geometric mean."""
+        """Geometric mean of the ratios."""
         return statistics.geometric_mean(self.ratios)
 
     @property
     def median(self) -> float:
-        """Median, which one shape far from the others does not move."""
+        """Median of the ratios. An outlier does not move it."""
         return statistics.median(self.ratios)
 
     @property
     def num_behind(self) -> int:
-        """Shapes where ours is slower, as far as two decimals show."""
+        """Number of shapes on which ours is slower, by ratios rounded to two decimals."""
         return sum(round(ratio, 2) < 1 for ratio in self.ratios)
 
 
 def read_groups(folder: Path) -> dict[str, list[Shape]]:
-    """Group -> its shapes, in natural order, each with its newest rows.
+    """Return group -> its shapes, in natural order, each with its newest rows.
 
-    The newest are those of the last commit that has ours and a peer's, or else ours.
+    The newest rows are those of the last commit with a row of ours and one of a peer. If there is
+    no such commit, they are those of the last commit with a row of ours.
     """
     newest = [
         (benchmark, name, rows)
@@ -359,7 +360,7 @@ def read_groups(folder: Path) -> dict[str, list[Shape]]:
 
 
 def compare(shapes: Sequence[Shape], peer: str) -> Comparison | None:
-    """A peer beside ours over the shapes that it ran; None where it ran none."""
+    """Compare a peer with ours over the shapes that it ran; None if it ran none."""
     ran = [shape for shape in shapes if peer in shape.rows]
     if not ran:
         return None
@@ -372,9 +373,9 @@ def compare(shapes: Sequence[Shape], peer: str) -> Comparison | None:
 
 
 def unsteady(folder: Path) -> tuple[str, str, float] | None:
-    """Shape, peer and ratio of the peer's time that moved most between two commits.
+    """Return the shape, the peer and the ratio of the peer's time that varied most between commits.
 
-    Only times of 50 us and more count. None where no peer ran a shape at two commits.
+    Only times of at least 50 us count. The result is None if no peer ran a shape at two commits.
     """
     least_us = 50
     moved: list[tuple[float, str, str]] = []
@@ -397,7 +398,10 @@ def unsteady(folder: Path) -> tuple[str, str, float] | None:
 
 
 def _by_commit(folder: Path) -> dict[str, dict[str, dict[str, Rows]]]:
-    """Benchmark -> shape -> commit -> its last rows, commits in the order of their last ones."""
+    """Return benchmark -> shape -> commit -> its last rows.
+
+    Commits are in the order of last rows.
+    """
     known = {group.benchmark for group in GROUPS}
     found: dict[str, dict[str, dict[str, Rows]]] = {}
     for benchmark, row in _rows(folder):
@@ -430,6 +434,6 @@ def _as_shipped(shape: str, rows: Rows) -> Rows:
 
 
 def _natural(shape: Shape) -> list[tuple[int, str]]:
-    """Orders names so that the numbers in them count as such."""
+    """Return a sort key by which the numbers in names count as numbers."""
     parts = re.findall(r"\d+|\D+", shape.name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

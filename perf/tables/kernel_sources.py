@@ -1,10 +1,12 @@
-"""Tells whether a kernel has changed since a commit: digests of all the code that it is made of.
+"""Digests of kernels' code, which tell whether a kernel has changed since a commit.
 
-A digest covers a kernel's functions and what they name, over all modules of `jenga_kernels`. It
-leaves out comments, docstrings and layout. A second digest covers the functions that choose tiles.
-The code that launches a kernel is in neither. Digests of old commits are read from git once. They
-are kept beside the rows, in `kernels.json`, so that tables need no history. Where `KERNELS` changes
-delete that file: the next table makes it anew. A renamed function counts as changed.
+A digest covers a kernel's functions and everything that they name, over all modules of
+`jenga_kernels`. It leaves out comments, docstrings and layout. A second digest covers the functions
+that choose tiles. The code that launches a kernel is in neither.
+
+Digests of old commits are read from git once. They are stored beside the rows, in `kernels.json`,
+so that tables need no history. After a change of `KERNELS`, delete that file: the next table makes
+it anew. A renamed function counts as changed.
 """
 
 import ast
@@ -21,7 +23,7 @@ PACKAGE = "jenga_kernels"
 FILE_NAME = "kernels.json"
 DIGEST_CHARACTERS = 12
 MACHINE = ("Machine", "machine_of")
-"""Left out of digests: a new field changes a kernel only where something reads it."""
+"""Names left out of digests: a new field changes a kernel only if something reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +94,10 @@ KERNELS = {
     "page_clear": Kernel(kernels=("page_clear_kernel",), tiles=("page_tiles",)),
     "attention_merge": Kernel(kernels=("attention_merge_kernel",), tiles=("copy_tiles",)),
 }
-"""Kernels as tables name them."""
+"""Name of a kernel in tables -> its functions."""
 
 Digests = dict[str, tuple[str, str]]
-"""Kernel -> digests of its code and of the choice of its tiles; "" where the commit has none."""
+"""Kernel -> digests of its code and of its choice of tiles; "" if the commit does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class _Module:
 
 
 def digests_of(sources: Mapping[str, str]) -> Digests:
-    """Digests of all kernels of a package.
+    """Compute the digests of all kernels of a package.
 
     Args:
         sources: Module name -> its source text.
@@ -121,7 +123,7 @@ def digests_of(sources: Mapping[str, str]) -> Digests:
 
 @functools.cache
 def digests_here() -> Digests:
-    """Digests of the kernels in this checkout."""
+    """Compute the digests of the kernels in this checkout."""
     return digests_of(
         {
             _module_name(path.relative_to(ROOT).as_posix()): path.read_text(encoding="utf-8")
@@ -131,7 +133,7 @@ def digests_here() -> Digests:
 
 
 def digests_at(commit: str) -> Digests | None:
-    """Digests of the kernels of a commit; None where git does not know it."""
+    """Compute the digests of a commit's kernels; None if git does not know the commit."""
     listed = _git("ls-tree", "-r", "--name-only", commit, PACKAGE)
     if listed is None:
         return None
@@ -142,9 +144,9 @@ def digests_at(commit: str) -> Digests | None:
 
 
 def read_digests(folder: Path, commits: Iterable[str]) -> dict[str, Digests]:
-    """Digests of commits, from the folder's file or else from git; new ones are added to the file.
+    """Return the digests of commits, from the folder's file or else from git.
 
-    A commit that neither knows is left out.
+    New digests are added to the file. A commit that neither knows is left out.
     """
     path = folder / FILE_NAME
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -164,10 +166,10 @@ def read_digests(folder: Path, commits: Iterable[str]) -> dict[str, Digests]:
 
 
 def changed_since(then: Digests | None, kernels: Iterable[str]) -> str:
-    """Tell in a word what has changed of kernels: "kernel", "tiles", "" or "unknown".
+    """Return what has changed in kernels: "kernel", "tiles", "" or "unknown".
 
-    "tiles" means that the kernels are the same, and that the functions that choose their tiles are
-    not. They may still choose the same tiles for the shape in question.
+    "tiles" means that the kernels are the same, but not the functions that choose their tiles.
+    These may still choose the same tiles for the shape in question.
     """
     if then is None:
         return "unknown"
@@ -179,7 +181,7 @@ def changed_since(then: Digests | None, kernels: Iterable[str]) -> str:
 
 
 def _digest(modules: Mapping[str, _Module], names: tuple[str, ...]) -> str:
-    """Digest of the named functions and of everything in the package that they name."""
+    """Compute the digest of the named functions and of everything in the package that they name."""
     waiting: list[tuple[str, str]] = []
     for name in names:
         homes = [home for home, module in modules.items() if name in module.definitions]
@@ -201,7 +203,7 @@ def _digest(modules: Mapping[str, _Module], names: tuple[str, ...]) -> str:
             waiting += [(home, each) for each in sorted(named)]
         elif name in module.imports:
             waiting.append(module.imports[name])
-    # Without modules' names: code that has only moved is the same.
+    # Modules' names are left out, so that code that only moved counts as the same.
     ordered = sorted(f"{name} {text}" for (_, name), text in texts.items())
     return hashlib.sha256("\n".join(ordered).encode()).hexdigest()[:DIGEST_CHARACTERS]
 
@@ -233,7 +235,7 @@ def _defined(node: ast.stmt) -> Iterator[str]:
 
 
 def _tokens(node: object) -> Iterator[str]:
-    """Write a tree the same way in all releases of Python, without docstrings."""
+    """Write a tree in the same way in all releases of Python, without docstrings."""
     if isinstance(node, list):
         yield "["
         for each in node:
@@ -247,7 +249,7 @@ def _tokens(node: object) -> Iterator[str]:
                 and isinstance(node, ast.FunctionDef | ast.ClassDef)
                 and ast.get_docstring(node, clean=False) is not None
             )
-            # Releases differ in which empty fields they have, and in what they say of contexts.
+            # Releases of Python differ in their empty fields, and in their contexts.
             if value is None or value == [] or field in {"ctx", "kind", "type_comment"}:
                 continue
             yield f" {field}="

@@ -1,10 +1,10 @@
-"""Tables of README, docs and notes, made from committed rows, so that none says what no row does.
+"""Write the tables of README, docs and notes from committed rows, so that texts agree with rows.
 
     python -m perf.tables.readme_tables [--check]
 
-A table stands between two comments of its text. It is written anew, or with `--check` compared.
-Sentences with numbers are worked out too. Those that a text lacks are printed, to mend by hand.
-The exit status is 1 where a text did not say what the rows do.
+A table stands between two comments of its text. It is written anew, or with `--check` only
+compared. Sentences with numbers are made too. Those that are missing from a text are printed, and
+must be corrected by hand. The exit status is 1 if a text disagreed with the rows.
 """
 
 import argparse
@@ -93,16 +93,16 @@ WORKLOADS = {
     "chat": "96 conversations of ten turns",
     "mooncake": "Mooncake conversations at 4x speed",
 }
-"""Workload -> words of README and docs for it."""
+"""Workload -> its description in README and docs."""
 
 NO_SLOWER = 0.995
-"""A factor from here on reads 1.00 or more."""
+"""Least factor that is printed as 1.00 or more."""
 
 MANY_MORE = 1.1
-"""Requests over vLLM's that are worth counting."""
+"""Least ratio of our requests to vLLM's at which a pair is counted as having more."""
 
 MANY_TOKENS = 528
-"""Tokens of a page beyond which windows take longer where pages lie far apart."""
+"""Tokens per page above which windows take longer if pages are far apart."""
 
 Rows = list[dict[str, Any]]
 Replays = dict[str, dict[str, dict[str, dict[str, Any]]]]
@@ -114,9 +114,9 @@ class Table:
     """A table of a text.
 
     Attributes:
-        path: The text.
-        name: What its comments say.
-        make: Makes its lines.
+        path: File of the text.
+        name: Name in the table's comments.
+        make: Function that makes its lines.
     """
 
     path: Path
@@ -125,13 +125,13 @@ class Table:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Matches its comments, indented as they are, and what is between them."""
+        """Pattern of its comments, with their indentation, and of the lines between them."""
         begin = re.escape(f"<!-- {self.name}: made by python -m perf.tables.readme_tables -->")
         end = re.escape(f"<!-- end of {self.name} -->")
         return re.compile(rf"^( *)({begin}\n)(?:.*?\n)??\1({end})$", re.DOTALL | re.MULTILINE)
 
     def put_into(self, text: str) -> tuple[str, int]:
-        """Put the table into a text; return that and the number of places found for it."""
+        """Put the table into a text. Return the new text, and the number of places found for it."""
 
         def filled(found: re.Match[str]) -> str:
             indent, begin, end = found.groups()
@@ -142,7 +142,7 @@ class Table:
 
 
 def read(name: str) -> Rows:
-    """Rows of a file of results."""
+    """Read the rows of a file of results."""
     text = (RESULTS / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines() if line]
 
@@ -151,7 +151,7 @@ def read(name: str) -> Rows:
 
 
 def kernels() -> list[str]:
-    """Every operation beside a peer."""
+    """Make the table that compares every operation with a peer."""
     found = {folder: read_groups(RESULTS / folder) for folder in GPU_NAMES}
     groups = {group.name: group for group in GROUPS}
     titles = ("operation", "beside", "peer's time over ours", "mean, median", "shapes, behind")
@@ -184,7 +184,7 @@ def kernels() -> list[str]:
 
 
 def seldom_written() -> list[str]:
-    """Steps that seldom write states, over updates that always do."""
+    """Make the table of steps that seldom write states, relative to updates that always do."""
     variants = read(f"{H100}/variants.jsonl")
     updates = {
         row["shape"].removeprefix("replay nemotron "): row["p50_us"]
@@ -221,7 +221,7 @@ def seldom_written() -> list[str]:
 
 
 def replays() -> Replays:
-    """Rows of `perf.sweeps.sweep_eviction`, the last of each case."""
+    """Read the rows of `perf.sweeps.sweep_eviction`, the last one of each case."""
     found: Replays = {}
     for row in read("cpu/sweep_eviction.jsonl"):
         found.setdefault(row["workload"], {}).setdefault(row["model"], {})[row["system"]] = row
@@ -229,7 +229,7 @@ def replays() -> Replays:
 
 
 def factors(of_models: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, float]:
-    """Model -> modelled seconds with vLLM's manager over those with ours."""
+    """Return model -> modelled seconds with vLLM's manager over those with ours."""
     return {
         model: systems[STOCK]["modelled_s"] / systems[DEFAULT_POLICY]["modelled_s"]
         for model, systems in of_models.items()
@@ -238,7 +238,7 @@ def factors(of_models: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, 
 
 
 def workloads() -> list[str]:
-    """What each workload gains, over all models; least first."""
+    """Make the table of each workload's gain over all models, with the least gain first."""
     titles = (
         "requests",
         "models",
@@ -271,7 +271,7 @@ def workloads() -> list[str]:
 
 
 def plans() -> list[str]:
-    """How many requests of each recipe's model fit, ours and vLLM's."""
+    """Make the table of requests that fit for each recipe's model, ours and vLLM's."""
     titles = ("model", "GPUs", "arena of each", "1,024", "8,192", "32,768", "longest request")
     lines = [f"| {' | '.join(titles)} |", "|---|---|--:|--:|--:|--:|--:|"]
     titles_of = {recipe.model: recipe.title for recipe in RECIPE_MODELS}
@@ -295,7 +295,7 @@ def plans() -> list[str]:
 
 
 def models() -> list[str]:
-    """Hits and factors of every model on every workload."""
+    """Make the table of hits and factors of every model on every workload."""
     found = replays()
     names = [name for name in WORKLOADS if name in found]
     lines = [f"| hits, ours / vLLM (bound); times as fast | {' | '.join(names)} |"]
@@ -318,12 +318,12 @@ def models() -> list[str]:
 
 
 def mean(gained: Mapping[str, float]) -> float:
-    """Geometric mean of factors."""
+    """Return the geometric mean of factors."""
     return statistics.geometric_mean(gained.values())
 
 
 def factor(value: float) -> str:
-    """A factor with as many digits as tell something."""
+    """Format a factor with its significant digits."""
     return f"{value:.1f}" if value >= 2 else f"{value:.2f}"
 
 
@@ -340,7 +340,7 @@ TABLES = (
 
 
 def sentences() -> Iterator[tuple[Path, str]]:
-    """Text and sentence, or a part of one, with numbers as the rows have them."""
+    """Yield files and sentences, or parts of sentences, with numbers from the rows."""
     makers = {
         README: (_slower, _requests_that_fit, _behind, _all_shapes),
         HOST_MEMORY: (_host_memory,),
@@ -564,7 +564,7 @@ def write(*, checks_only: bool) -> list[str]:
     """Write all tables, or only compare them.
 
     Returns:
-        What the texts did not say, a line each.
+        One line for each disagreement of a text with the rows.
     """
     wrong: list[str] = []
     for path in dict.fromkeys(table.path for table in TABLES):
@@ -591,7 +591,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        1 where a text did not say what the rows do.
+        1 if a text disagreed with the rows, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="python -m perf.tables.readme_tables",

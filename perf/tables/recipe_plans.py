@@ -1,10 +1,10 @@
-"""Plans of the models in docs/recipes.md: how many requests fit, beside vLLM's planner.
+"""Plans of the models in docs/recipes.md: requests that fit with our planner and with vLLM's.
 
     python -m perf.tables.recipe_plans
 
-Each row holds the numbers that `jenga plan MODEL --gpu GPU --tp N --json` prints. Nothing here
-needs a GPU. The rows go to `perf/results/cpu/recipe_plans.jsonl`. `python -m
-perf.tables.readme_tables` then writes the table of the page.
+Each row holds the numbers that `jenga plan MODEL --gpu GPU --tp N --json` prints. No GPU is needed.
+The rows go to `perf/results/cpu/recipe_plans.jsonl`. `python -m perf.tables.readme_tables` then
+writes the table of the page.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from perf.sweeps.table_waste import machine_line
 ROWS = Path(__file__).parent / "results" / "cpu" / "recipe_plans.jsonl"
 
 LENGTH_TOKENS = (1024, 8192, 32768)
-"""Tokens of the requests that the table counts."""
+"""Lengths of the requests that the table counts, in tokens."""
 
 OURS, STOCK = "planned", "vllm"
-"""Systems of a plan, as its JSON names them."""
+"""Names of the systems in a plan's JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A model on the GPUs that the page serves it with.
+    """A model on the GPUs on which the page serves it.
 
     Attributes:
-        title: The model's name as its publisher writes it.
-        model: Its name in `jenga plan`.
-        gpu: Kind of GPU, as `jenga plan` names it.
-        num_gpus: Tensor-parallel ranks.
+        title: Name of the model as its publisher writes it.
+        model: Name of the model in `jenga plan`.
+        gpu: Kind of GPU in the notation of `jenga plan`.
+        num_gpus: Number of tensor-parallel ranks.
     """
 
     title: str
@@ -71,14 +71,14 @@ RECIPES = (
 
 
 def plan_row(recipe: Recipe, *, with_vllm: bool) -> dict[str, Any]:
-    """Run `jenga plan` and keep the numbers of the table.
+    """Run `jenga plan`, and return the numbers of the table.
 
     Args:
         recipe: The model and its GPUs.
-        with_vllm: Whether vLLM's planner is asked too, which needs vLLM.
+        with_vllm: Whether vLLM's planner runs too, which requires vLLM.
 
     Raises:
-        RuntimeError: The command failed; it printed the reason.
+        RuntimeError: The command failed. It printed the reason.
     """
     options = () if with_vllm else ("--without-vllm",)
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""Tables of what a GPU has timed: each shape's newest rows, ours beside those of the same commit.
+"""Tables of a GPU's times: the newest rows of each shape, ours and the peers' of the same commit.
 
 python -m perf.tables.table_gpu perf/results/h200   # writes summary.md there
 """
@@ -36,16 +36,16 @@ superseded.
 "unknown": git does not know the commit."""
 
 FEW = 2
-"""Shapes that are named one by one: their mean would say nothing."""
+"""Number of ratios up to which each is printed, because their mean would say nothing."""
 
 
 def count_of(num_shapes: int) -> str:
-    """A number of shapes in words."""
+    """Format a number of shapes."""
     return "one shape" if num_shapes == 1 else f"{num_shapes} shapes"
 
 
 def table(group: Group, shapes: Sequence[Shape]) -> str:
-    """One group's table, and under it how each peer compares."""
+    """Make one group's table, and below it a sentence on each peer."""
     # Rows of other tiles are named "jenga, <tiles>".
     others = sorted(
         {
@@ -84,7 +84,7 @@ def table(group: Group, shapes: Sequence[Shape]) -> str:
 
 
 def sentence(found: Comparison) -> str:
-    """How a peer compares, in words."""
+    """Format a comparison with a peer in words."""
     count = len(found.ratios)
     if count <= FEW:
         text = (
@@ -101,7 +101,7 @@ def sentence(found: Comparison) -> str:
 
 
 def changes(found: dict[str, list[Shape]]) -> str:
-    """Which tables have rows older than their kernels."""
+    """List the tables that have rows older than their kernels."""
     lines: list[str] = []
     for group in GROUPS:
         shapes = found.get(group.name, [])
@@ -113,7 +113,7 @@ def changes(found: dict[str, list[Shape]]) -> str:
 
 
 def summary(folder: Path) -> str:
-    """All tables of a folder of rows, under a line for each machine that made them."""
+    """Make all tables of a folder of rows, after a line for each machine that made them."""
     found = read_groups(folder)
     machines = sorted(
         {
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the summary of a folder.
 
     Returns:
-        0, or 1 where the folder has no rows.
+        0, or 1 if the folder has no rows.
     """
     parser = argparse.ArgumentParser(prog="python -m perf.tables.table_gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="of one GPU's rows")
