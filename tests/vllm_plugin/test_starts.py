@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jenga.errors import OutOfPagesError
 from tests.vllm_plugin.conftest import (
     V2_RUNNER,
     assert_same_generation,
@@ -230,27 +231,57 @@ def test_an_engine_starts_with_the_length_named_or_found_and_runs_a_request_of_i
 STATES_LINE = re.compile(r"states of (\d+) requests fit at once.* --max-num-seqs (\d+) wait")
 
 
-@pytest.mark.slow
-def test_more_requests_than_states_fit_wait_and_a_line_says_how_many_run(run_dry):
-    short = [{"prompt": prompt(2, seed), "sampling": {"max_tokens": 8}} for seed in range(60)]
-    arena = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 24 << 15}
-    jobs = {
-        "many": {"options": arena | {"max_num_seqs": 60}},
-        "few": {"options": arena | {"max_num_seqs": 4}},
-        "full": {"options": arena | {"max_num_seqs": 60}, "layers": "full"},
-    }
-    told = run_dry({name: {"layers": "states", "rounds": [short]} | jobs[name] for name in jobs})
+def states_told(config, max_num_seqs, monkeypatch):
+    """Get what is logged of states: how many requests' fit, and how many were asked for."""
+    from jenga.vllm_plugin.arena import starts
 
-    found = {
-        name: [match.groups() for line in told[name]["log"] if (match := STATES_LINE.search(line))]
-        for name in jobs
-    }
-    assert found["few"] == found["full"] == []
-    ((fit, asked),) = found["many"]
+    lines, options = [], options_of(2048)
+    options.scheduler_config.max_num_seqs = max_num_seqs
+    monkeypatch.setattr(starts.logger, "info", lambda text, *values: lines.append(text % values))
+    starts.report_states(options, config)
+    return [tuple(map(int, STATES_LINE.search(line).groups())) for line in lines]
+
+
+@pytest.mark.parametrize("layers", ["windows_and_states", "states_of_drafts"])
+def test_as_many_requests_as_are_told_find_states_in_the_manager(layers, monkeypatch):
+    from jenga.manager import Manager
+
+    (config,) = planned([LAYERS[layers]], [8 * MIB], options_of(2048))
+    ((fit, asked),) = states_told(config, 1000, monkeypatch)
+    manager = Manager(config.geometry, num_large_pages=config.num_blocks)
+
+    manager.new_step()
+    for number in range(fit):
+        manager.allocate(str(number), num_tokens=1)
+    with pytest.raises(OutOfPagesError):
+        manager.allocate("one more", num_tokens=1)
+
+    assert asked == 1000
+    assert fit > 8
+    assert states_told(config, fit, monkeypatch) == []
+    assert states_told(config, fit + 1, monkeypatch) == [(fit, fit + 1)]
+
+
+def test_nothing_is_told_of_states_where_there_are_none(monkeypatch):
+    (config,) = planned([WINDOWS], [8 * MIB], options_of(2048))
+
+    assert states_told(config, 1000, monkeypatch) == []
+
+
+@pytest.mark.slow
+def test_requests_for_which_there_are_no_states_wait(run_dry):
+    short = [{"prompt": prompt(2, seed), "sampling": {"max_tokens": 8}} for seed in range(60)]
+    options = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 6 * 294912}
+    job = {"layers": "states", "rounds": [short], "options": options | {"max_num_seqs": 60}}
+
+    told = run_dry({"many": job})["many"]
+
+    assert "error" not in told, told["error"]
+    ((fit, asked),) = STATES_LINE.findall("\n".join(told["log"]))
     assert asked == "60"
     assert 4 < int(fit) < 60
-    assert max(len(step) for step in told["many"]["steps"]) == int(fit)
-    assert [len(answer["tokens"]) for answer in told["many"]["requests"]] == [8] * 60
+    assert max(len(step) for step in told["steps"]) == int(fit)
+    assert [len(answer["tokens"]) for answer in told["requests"]] == [8] * 60
 
 
 @pytest.mark.slow
