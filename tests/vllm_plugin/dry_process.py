@@ -7,6 +7,7 @@ vLLM alike. Both have blocks of as many tokens.
 
 import gc
 import json
+import logging
 import os
 import sys
 from concurrent.futures import Future
@@ -27,12 +28,17 @@ def answer_token(position):
 
 
 def specs_of(kind, block_size, *, is_stock):
-    """Make vLLM's specs of a model's layers: all of one kind, or some with a window, or states.
+    """Make vLLM's specs of a model's layers: all of one kind, or some of another.
 
-    Of "states_alone" all layers have states.
+    These have a window, chunks or states. Of "states_alone" all layers have states.
     """
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
 
     shape = {"block_size": block_size, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
     # What vLLM's model runner makes of a state: a block like any other, or one for a whole request.
@@ -47,6 +53,11 @@ def specs_of(kind, block_size, *, is_stock):
     if kind == "windows":
         layers |= {
             f"layers.{i}.attn": SlidingWindowSpec(**shape, sliding_window=48) for i in (2, 3)
+        }
+    if kind == "chunks":
+        layers |= {
+            f"layers.{i}.attn": ChunkedLocalAttentionSpec(**shape, attention_chunk_size=40)
+            for i in (2, 3)
         }
     if kind.startswith("states"):
         layers |= {
@@ -121,6 +132,27 @@ class DryExecutor(Executor):
         future = Future()
         future.set_result(output)
         return future
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged of the backend while an engine runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        """Keep one line."""
+        text = record.getMessage()
+        if "JENGA_TRITON" in text:
+            self.texts.append(text)
+
+    def __enter__(self):
+        logging.getLogger("vllm").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_):
+        logging.getLogger("vllm").removeHandler(self)
 
 
 def metrics_of(llm):
@@ -233,6 +265,7 @@ def run(job):
         "events": told_events(batches),
         "groups": core.get_kv_cache_group_metadata(),
         "block_size": cache.block_size,
+        "max_model_len": llm.llm_engine.vllm_config.model_config.max_model_len,
         "num_blocks": cache.num_gpu_blocks,
         "hash_block_size": core.scheduler.hash_block_size,
         "manager": type(core.scheduler.kv_cache_manager).__name__,
@@ -251,10 +284,12 @@ def main():
     results = {}
     for name, job in json.loads(Path(sys.argv[1]).read_text()).items():
         os.environ.update(job.get("environment", {}))
-        try:
-            results[name] = run(job)
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        with Lines() as lines:
+            try:
+                results[name] = run(job)
+            except Exception as error:
+                results[name] = {"error": f"{type(error).__name__}: {error}"}
+        results[name]["log"] = lines
         for variable in job.get("environment", {}):
             del os.environ[variable]
         gc.collect()

@@ -311,6 +311,20 @@ def scale_latents(scales, *, rounds):
         MLAAttention.forward = round_and_attend
 
 
+def estimate_graphs(num_bytes):
+    """Let a worker take CUDA graphs to need so many bytes, as one on a GPU measures them."""
+    import vllm.envs
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    original = CPUWorker.determine_available_memory
+
+    def determine_available_memory(self):
+        self.cudagraph_memory_estimate = num_bytes
+        return original(self) - num_bytes * vllm.envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+
+    CPUWorker.determine_available_memory = determine_available_memory
+
+
 def prompts_of(job):
     """Get a job's prompts as an engine takes them, with what they hear and see."""
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
@@ -351,6 +365,8 @@ def main():
     from tests.vllm_plugin.emulated_graphs import emulate_graphs, start_as_on_a_gpu
 
     change_what_layers_store(job)
+    if job.get("graph_bytes"):
+        estimate_graphs(job["graph_bytes"])
     is_emulating = job.get("captures") and os.environ.get("TRITON_INTERPRET") == "1"
     if is_emulating:
         emulate_graphs()

@@ -48,6 +48,7 @@ def run(case):
     from vllm.engine.arg_utils import EngineArgs
 
     from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.starts import check_longest_request
     from jenga.vllm_plugin.config import prepare_config
 
     common = {
@@ -68,7 +69,9 @@ def run(case):
     if "fields" in case:
         prepare_config(config)
     if "states" in case:
-        groups = get_kv_cache_groups(config, specs_of(case["states"]))
+        specs = specs_of(case["states"])
+        groups = get_kv_cache_groups(config, specs)
+        check_longest_request(config, groups, [specs], [32 << 20])
         get_kv_cache_config_from_groups(config, groups, 32 << 20)
 
 

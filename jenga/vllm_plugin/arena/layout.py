@@ -249,7 +249,7 @@ def get_kv_cache_groups(
         layers_of_ranks(kv_cache_spec),
         lambda model: make(model, tokens_per_page=tokens_per_page),
     )
-    groups: list[KVCacheGroupSpec] = [
+    return [
         JengaGroupSpec(
             layer_names=layer_names(table),
             kv_cache_spec=table_spec(table, kv_cache_spec),
@@ -259,28 +259,6 @@ def get_kv_cache_groups(
         )
         for index, table in enumerate(pipeline.geometry.page_tables)
     ]
-    _check_override(vllm_config, groups)
-    return groups
-
-
-def _check_override(vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]) -> None:
-    """Refuse an override with fewer large pages than a request takes.
-
-    vLLM would ask for more memory instead.
-
-    Raises:
-        ValueError: The override is too small.
-    """
-    override = vllm_config.cache_config.num_gpu_blocks_override
-    if override is None:
-        return
-    needed = 1 + len(groups)
-    if vllm_config.model_config.original_max_model_len != -1:
-        # With -1, vLLM itself looks for the longest length that fits.
-        needed = max(needed, 1 + _large_pages_of_longest_request(vllm_config, groups))
-    if override < needed:
-        msg = f"{override}, where {needed} are needed"
-        raise Refusal.BLOCKS_OVERRIDE.error(msg)
 
 
 def get_kv_cache_config_from_groups(
@@ -488,7 +466,7 @@ def _pages_of_longest_request(
     return [max(pages) for pages in zip(counted, admitted, strict=True)]
 
 
-def _large_pages_of_longest_request(
+def large_pages_of_longest_request(
     vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]
 ) -> int:
     """Get the largest number of large pages that one request can hold, without the null page."""
@@ -506,7 +484,7 @@ def max_memory_usage_bytes_from_groups(
     """Get the size in bytes of the large pages that one request of the largest length needs."""
     if not kv_cache_groups:
         return 0
-    num_large_pages = _large_pages_of_longest_request(vllm_config, kv_cache_groups)
+    num_large_pages = large_pages_of_longest_request(vllm_config, kv_cache_groups)
     return num_large_pages * stage_of(kv_cache_groups).large_page_bytes
 
 

@@ -13,22 +13,36 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
+Specs = Sequence[Mapping[str, "KVCacheSpec"]]
+"""Of each worker vLLM's cache spec of each layer, by layer name."""
+
 _layers: ContextVar[tuple[frozenset[str], ...]] = ContextVar("_layers", default=())
+_workers: ContextVar[tuple[Specs, Sequence[int]] | None] = ContextVar("_workers", default=None)
 
 
 @contextmanager
-def planned_for(kv_cache_specs: Sequence[Mapping[str, "KVCacheSpec"]]) -> "Generator[None]":
+def planned_for(
+    kv_cache_specs: Specs, available_memory: Sequence[int] | None = None
+) -> "Generator[None]":
     """Plan for workers with these layers. Workers of one pipeline rank have the same layers.
 
     Args:
         kv_cache_specs: For each worker, vLLM's cache spec of each layer, by layer name.
+        available_memory: For each worker, bytes for its cache. None if they are not known.
     """
     ranks = dict.fromkeys(frozenset(specs) for specs in kv_cache_specs)
-    token = _layers.set(tuple(ranks))
+    layers = _layers.set(tuple(ranks))
+    workers = _workers.set(None if available_memory is None else (kv_cache_specs, available_memory))
     try:
         yield
     finally:
-        _layers.reset(token)
+        _workers.reset(workers)
+        _layers.reset(layers)
+
+
+def workers() -> tuple[Specs, Sequence[int]] | None:
+    """Get the specs and bytes of the workers planned for, where both are known."""
+    return _workers.get()
 
 
 def layers_of_ranks(kv_cache_spec: Mapping[str, "KVCacheSpec"]) -> tuple[frozenset[str], ...]:

@@ -32,6 +32,24 @@ def _when_selected(function_name: str, num_before: int = 0) -> Callable[[Functio
     return make
 
 
+def _get_kv_cache_groups(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_kv_cache_groups(vllm_config: Any, kv_cache_spec: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.arena import layout
+        from jenga.vllm_plugin.arena.ranks import workers
+        from jenga.vllm_plugin.arena.starts import check_longest_request
+        from jenga.vllm_plugin.config import is_selected
+
+        if not is_selected(vllm_config):
+            return original(vllm_config, kv_cache_spec)
+        groups = layout.get_kv_cache_groups(vllm_config, kv_cache_spec)
+        if (known := workers()) is not None:
+            check_longest_request(vllm_config, groups, *known)
+        return groups
+
+    return get_kv_cache_groups
+
+
 def _get_kv_cache_config_builder_cls(original: Function) -> Function:
     @functools.wraps(original)
     def get_kv_cache_config_builder_cls(vllm_config: Any) -> str:  # noqa: ANN401
@@ -89,12 +107,17 @@ def _get_kv_cache_configs(original: Function) -> Function:
     ) -> Any:  # noqa: ANN401
         from jenga.vllm_plugin.arena.layout import report_ranks
         from jenga.vllm_plugin.arena.ranks import planned_for
+        from jenga.vllm_plugin.arena.starts import check_longest_request, report_states
         from jenga.vllm_plugin.config import is_selected
 
-        with planned_for(kv_cache_specs):
+        if not is_selected(vllm_config):
+            return original(vllm_config, kv_cache_specs, available_memory, *groups)
+        for known in groups:  # 0.32 groups layers in the next call, and checks there
+            check_longest_request(vllm_config, known, kv_cache_specs, available_memory)
+        with planned_for(kv_cache_specs, available_memory):
             configs = original(vllm_config, kv_cache_specs, available_memory, *groups)
-        if is_selected(vllm_config):
-            report_ranks(vllm_config, configs, available_memory)
+        report_ranks(vllm_config, configs, available_memory)
+        report_states(vllm_config, configs[0])
         return configs
 
     return get_kv_cache_configs
@@ -106,7 +129,7 @@ FUNCTIONS = (
         name="get_kv_cache_groups",
         reason="unifies page sizes; ours keeps one page table per layer type",
         parameters=("vllm_config", "kv_cache_spec"),
-        make=_when_selected("get_kv_cache_groups"),
+        make=_get_kv_cache_groups,
         series=("0.32",),
     ),
     Replacement(
@@ -170,7 +193,10 @@ RANKS = (
         Replacement(
             module="vllm.v1.engine.core",
             name="get_kv_cache_configs",
-            reason="the same in 0.32; and it alone knows in the end what all ranks have room for",
+            reason=(
+                "the same in 0.32; it knows in the end what all ranks have room for, and says of "
+                "one after the other that it is too little, in GiB"
+            ),
             parameters=("vllm_config", "kv_cache_specs", "available_memory", *further),
             make=_get_kv_cache_configs,
             series=(series,),

@@ -47,13 +47,21 @@ def _get_kv_cache_spec(original: Function) -> Function:
 def _initialize_from_config(original: Function) -> Function:
     @functools.wraps(original)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
+        import vllm.envs
+
         from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, host_memory_bytes
+        from jenga.vllm_plugin.arena.starts import report_graphs
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
         from jenga.vllm_plugin.worker.state_worker import builders_of, open_mailbox
 
         original(self, kv_cache_config)
         if isinstance(kv_cache_config, JengaKVCacheConfig):
+            report_graphs(
+                getattr(self, "cudagraph_memory_estimate", 0),
+                kv_cache_config,
+                is_left_out=vllm.envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS,
+            )
             runner = self.model_runner
             mailbox = open_mailbox(runner)
             num_bytes = host_memory_bytes(kv_cache_config)
