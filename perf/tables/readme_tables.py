@@ -154,7 +154,7 @@ def kernels() -> list[str]:
     """Make the table that compares every operation with a peer."""
     found = {folder: read_groups(RESULTS / folder) for folder in GPU_NAMES}
     groups = {group.name: group for group in GROUPS}
-    titles = ("operation", "beside", "peer's time over ours", "mean, median", "shapes, behind")
+    titles = ("operation", "peer", "peer's time over ours", "mean, median", "shapes, behind")
     lines = [
         f"| {' | '.join((*titles, 'GPU', 'changed since'))} |",
         "|---|---|--:|--:|--:|---|--:|",

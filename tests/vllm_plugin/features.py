@@ -1,4 +1,4 @@
-"""What the backend makes of vLLM's features and options: the page docs/features.md, row by row.
+"""Tables of the features and options of vLLM, from which the page docs/features.md is made.
 
 Usage: python -m tests.vllm_plugin.features. It writes the page, which test_features.py compares.
 """
@@ -35,7 +35,7 @@ SERVED = {
             "test_hybrid_engine.py"
             "::test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefixes"
         ),
-        "Models of recurrent layers alone (Mamba-2)": (
+        "Models with only recurrent layers (Mamba-2)": (
             "test_engine_numbers.py::test_models_of_recurrent_layers_alone_find_their_prefixes"
         ),
         "Gated delta nets (Qwen3-Next, Qwen3.5)": (
@@ -52,19 +52,19 @@ SERVED = {
             "test_prefix_caching.py"
             "::test_a_hit_gives_the_tokens_and_logprobs_of_a_computation_without"
         ),
-        "Hits of LoRA adapters": (
+        "LoRA adapters: hits only of the same adapter": (
             "test_prefix_caching.py::test_adapters_hit_what_was_computed_with_them_alone"
         ),
         "`cache_salt`, `reset_prefix_cache`": (
             "test_engine_numbers.py::test_usage_and_metrics_are_those_of_stock_vllm"
         ),
-        "Hits of what an encoder made": (
+        "Hits of encoder outputs": (
             "test_encoder_hits.py::test_an_encoder_runs_once_for_the_same_audio"
         ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
         ),
-        "Usage of requests: tokens found, tokens written": (
+        "Usage of requests: cached tokens, tokens added to the cache": (
             "test_engine_numbers.py::test_usage_tells_what_the_same_prompt_and_a_longer_one_find"
         ),
         "KV events (`--kv-events-config`)": (
@@ -75,14 +75,14 @@ SERVED = {
         ),
     },
     "Cache dtypes": {
-        "`--kv-cache-dtype` float16 or bfloat16 other than the model's": (
+        "`--kv-cache-dtype` float16 or bfloat16, different from the model's dtype": (
             "test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
         ),
-        "float8 with a scale of the layer": (
+        "float8 with one scale for each layer": (
             "test_attention_features.py::"
             "test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_and_values"
         ),
-        "int8, float8 and four bits with a scale of each token and head": (
+        "int8, float8 and four bits with one scale for each token and head": (
             "test_attention_features.py::"
             "test_a_cache_with_a_scale_per_token_and_head_generates_what_transformers_generates"
         ),
@@ -111,13 +111,13 @@ SERVED = {
             "test_speculation.py::"
             "test_a_layer_that_predicts_further_tokens_is_accepted_as_by_stock_vllm"
         ),
-        "Drafts of hybrids": (
+        "Drafts for hybrids": (
             "test_speculation_hybrid.py"
             "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
         ),
     },
     "Engine": {
-        "Priorities, chunked prefill, asynchronous scheduling, own schedulers": (
+        "Priorities, chunked prefill, asynchronous scheduling, custom schedulers": (
             "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
         ),
         "Preemption": "test_engine.py::test_engine_preempts_in_a_small_arena_and_loses_nothing",
@@ -210,7 +210,7 @@ SERVED_OPTIONS = {
     },
     "mamba_config": {},
 }
-"""Options that are honoured, by the field of vLLM's configurations they are for."""
+"""Options that are honoured, by their field in vLLM's configurations."""
 
 REFUSED_OPTIONS = {
     "cache_config": {"kv_sharing_fast_prefill": Refusal.KV_SHARING_FAST_PREFILL},
@@ -223,7 +223,7 @@ REFUSED_OPTIONS = {
     },
     "mamba_config": {"enable_stochastic_rounding": Refusal.STOCHASTIC_ROUNDING},
 }
-"""Options that are refused. Single values of others are too, as the table of refusals says."""
+"""Options that are refused. The table of refusals also has single values of other options."""
 
 VLLMS_OPTIONS = {
     "cache_config": {"gpu_memory_utilization": "vllm.v1.worker.utils"},
@@ -239,9 +239,9 @@ VLLMS_OPTIONS = {
     },
     "mamba_config": {},
 }
-"""Options that vLLM reads in a module of which the plugin replaces nothing.
+"""Options that vLLM reads in a module in which the plugin replaces nothing.
 
-The last three choose kernels of vLLM's for images and for long prompts over latents.
+The last three choose vLLM's kernels for images and for long prompts over latents.
 """
 
 SET_BY_VLLM = {
@@ -259,22 +259,24 @@ SET_BY_VLLM = {
 
 _HEAD = """# Features of vLLM
 
-What the backend `JENGA_TRITON` makes of vLLM's features and options. Tests of a row are in
-`tests/vllm_plugin`. `python -m tests.vllm_plugin.features` writes this page from the tables that
-the plugin and its tests use.
+This page lists the features and options of vLLM that the backend `JENGA_TRITON` serves, refuses or
+ignores. The tests named here are in `tests/vllm_plugin`.
+`python -m tests.vllm_plugin.features` writes this page from the tables that the plugin and its
+tests use.
 """
 
 _REFUSED = """## Refused
 
-The engine stops as it starts (a version, a layer or a step: where it is met), with a message that
-says the same. `test_refusals.py` has a test of each row.
+With one of these features, the engine stops with a message that has the same text. It stops at
+start-up, or when it first meets the layer or the step. `test_refusals.py` has a test of each row.
 
 | feature | reason | use instead |
 |---|---|---|"""
 
 _UNUSED = """## Without effect
 
-A warning names each that is in use: `test_features.py`.
+These options are accepted and have no effect. A warning names those that are in use
+(`test_features.py`).
 
 | option | reason |
 |---|---|"""
@@ -282,19 +284,19 @@ A warning names each that is in use: `test_features.py`.
 _OPTIONS = """## Options
 
 Every option of vLLM's cache, scheduler, attention and Mamba configurations is honoured, refused or
-without effect. Honoured are the following; values that are not served are refused as above.
+without effect. The options below are honoured. Values that are not served are refused as above.
 
 | options | test |
 |---|---|"""
 
-_LEFT = """vLLM reads these by itself, in modules of which the plugin replaces nothing:
+_LEFT = """vLLM itself reads the options below, in modules in which the plugin replaces nothing:
 
 | options | module |
 |---|---|"""
 
 _OVERRIDE = """`--num-gpu-blocks-override` counts large pages, each of which is cut into small
-pages of one layer type; a warning says so. `--kv-cache-memory-bytes` sets the size of the cache in
-bytes instead."""
+pages of one page table. A warning reminds of this. `--kv-cache-memory-bytes` sets the size of the
+cache in bytes instead."""
 
 
 def rows(pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -40,7 +40,7 @@ def _attention(reason: str, *fields: str) -> tuple[UnusedOption, ...]:
     )
 
 
-_KEPT = "what is kept for other requests is decided by what they are likely to read"
+_KEPT = "the cache keeps content that other requests are likely to read"
 
 UNUSED_OPTIONS = (
     UnusedOption(
@@ -59,13 +59,13 @@ UNUSED_OPTIONS = (
         section="cache_config",
         field="mamba_cache_mode",
         flag="--mamba-cache-mode",
-        reason="states are kept on the way of a step, wherever another request may go on from them",
+        reason="states are kept within a step, at all points from which requests may continue",
     ),
     UnusedOption(
         section="cache_config",
         field="mamba_block_size",
         flag="--mamba-block-size",
-        reason="a state has a small page of its own, however many tokens it stands for",
+        reason="a state has its own small page, whatever the number of its tokens",
     ),
     UnusedOption(
         section="cache_config",

@@ -30,40 +30,40 @@ class Refusal(Enum):
 
     VERSION = Words(
         feature="a version of vLLM other than 0.32 and 0.33",
-        reason="the plugin replaces functions of vLLM whose signatures it knows in these alone",
-        instead="install one of these",
+        reason="the plugin replaces functions of vLLM, and knows their signatures only in these",
+        instead="one of these versions",
     )
 
     PLATFORM = Words(
-        feature="a platform of vLLM's other than CUDA and, for tests, CPU",
-        reason="nobody has run the kernels on the GPUs of other vendors",
+        feature="a platform other than CUDA and, for tests, CPU",
+        reason="the kernels were never run on GPUs of other vendors",
         instead="an NVIDIA GPU, or stock vLLM",
     )
 
     # Several devices
     EXTERNAL_LAUNCHER = Words(
         feature="pipeline parallelism with --distributed-executor-backend external_launcher",
-        reason="each rank would plan and schedule for itself, from its own layers alone",
+        reason="each rank would plan and schedule separately, from its own layers only",
         instead="--distributed-executor-backend mp or ray",
     )
     DECODE_CONTEXT_PARALLELISM = Words(
         feature="decode context parallelism (--decode-context-parallel-size)",
-        reason="a rank's page tables name all tokens of a request",
+        reason="the page tables of each rank cover all tokens of a request",
         instead="--tensor-parallel-size or --data-parallel-size",
     )
     PREFILL_CONTEXT_PARALLELISM = Words(
         feature="prefill context parallelism (--prefill-context-parallel-size)",
-        reason="a rank's page tables name all tokens of a request",
+        reason="the page tables of each rank cover all tokens of a request",
         instead="--tensor-parallel-size or --data-parallel-size",
     )
     MICROBATCHES = Words(
-        feature="steps in parts that overlap (--enable-dbo, --ubatch-size)",
-        reason="copies of pages and states are ordered for a step as a whole",
+        feature="steps that are split into overlapping parts (--enable-dbo, --ubatch-size)",
+        reason="copies of pages and states are ordered for a whole step",
         instead="leave the options out",
     )
     KV_CONNECTORS = Words(
         feature="KV connectors (--kv-transfer-config)",
-        reason="they name a block by one id for all layers, and every layer type has its own ids",
+        reason="they give a block one id for all layers, but every layer type has its own page ids",
         instead="--kv-offloading-size for host memory",
     )
 
@@ -77,53 +77,53 @@ class Refusal(Enum):
         instead="one of these",
     )
     BLOCK_SIZE = Words(
-        feature="a --block-size that is no multiple of 16",
+        feature="a --block-size that is not a multiple of 16",
         reason="the kernels read pages in steps of 16 tokens",
         instead="leave it out, or give a multiple of 16",
     )
     BLOCKS_OVERRIDE = Words(
         feature="a --num-gpu-blocks-override too small for one request",
-        reason="it counts large pages, of which a request of --max-model-len must find enough",
+        reason="it counts large pages, and a request of --max-model-len needs more of them",
         instead="a larger number, or a smaller --max-model-len",
     )
     ONE_CACHE_GROUP = Words(
         feature="--disable-hybrid-kv-cache-manager",
-        reason="it gives all layers one page table, and keeps every token in each",
+        reason="it gives all layers one page table and keeps every token in each layer",
         instead="leave the option out",
     )
     OFFLOADING_BACKEND = Words(
         feature="--kv-offloading-backend other than native",
-        reason="others are KV connectors",
+        reason="the other backends are KV connectors",
         instead="--kv-offloading-size alone",
     )
     OFFLOADING_SIZE = Words(
-        feature="a --kv-offloading-size that is no positive number, or holds too few pages",
+        feature="a --kv-offloading-size that is not positive, or has room for too few pages",
         reason="every layer type needs at least one large page of host memory",
-        instead="a larger size, or none",
+        instead="a larger size, or leave the option out",
     )
     OFFLOADING_WITHOUT_CACHING = Words(
         feature="--kv-offloading-size with --no-enable-prefix-caching",
-        reason="host memory keeps prefixes",
+        reason="host memory keeps nothing but cached prefixes",
         instead="prefix caching, or leave the size out",
     )
     CACHE_METRICS = Words(
-        feature="the lives of blocks as metrics (--kv-cache-metrics)",
-        reason="they are counted in vLLM's own block pool",
-        instead="JENGA_MEMORY_LOG, KV events (--kv-events-config)",
+        feature="metrics of how long blocks live (--kv-cache-metrics)",
+        reason="vLLM counts them in its own block pool, which is not used",
+        instead="JENGA_MEMORY_LOG or KV events (--kv-events-config)",
     )
     ROUTED_EXPERTS = Words(
         feature="--enable-return-routed-experts",
-        reason="vLLM keeps them beside the cache, one row for each slot of a block",
+        reason="vLLM stores them outside the cache, in one row for each slot of its blocks",
         instead="stock vLLM",
     )
     KV_SHARING_FAST_PREFILL = Words(
         feature="--kv-sharing-fast-prefill",
-        reason="a step's work is planned for all of its tokens in every layer",
+        reason="the work of a step is planned for all of its tokens in every layer",
         instead="leave it out; layers that share keys and values are served",
     )
     HISPARSE = Words(
         feature="HiSparse (hisparse_config)",
-        reason="it keeps pages of sparse attention in host memory, by block ids of its own",
+        reason="it keeps pages of sparse attention in host memory, with its own block ids",
         instead="stock vLLM",
     )
 
@@ -136,71 +136,71 @@ class Refusal(Enum):
     ATTENTION_LAYER = Words(
         feature="an attention layer of this model",
         reason=(
-            "served are a decoder's attention to its own tokens or to an encoder's, over a cache, "
-            "with heads of 64 to 512 elements in steps of 16, or latents of 256 or 512 elements; "
-            "BERT and EmbeddingGemma attend without a cache"
+            "the kernels compute a decoder's attention to its own tokens or to those of an "
+            "encoder, from a cache, with heads of 64 to 512 elements in steps of 16 or latents of "
+            "256 or 512 elements; BERT and EmbeddingGemma have no cache"
         ),
         instead="stock vLLM",
     )
     CACHE_LAYOUT = Words(
-        feature="a layer whose cache is laid out in another way",
+        feature="a layer with another layout of its cache",
         reason=(
-            "the kernels read rows of keys and values, latents, and states, each in a page as long "
-            "as its tokens take"
+            "the kernels read rows of keys and values, latents and states, in pages that are "
+            "exactly as long as their tokens need"
         ),
         instead="stock vLLM",
     )
     OWN_KERNELS = Words(
-        feature="a model whose layers have kernels of their own (MiniMax M3, Inkling, Kimi K3)",
+        feature="a model whose layers have their own kernels (MiniMax M3, Inkling, Kimi K3)",
         reason=(
-            "served are vLLM's Attention and MLAAttention, where they attend through this backend, "
-            "and recurrent layers; nobody has tried other kernels on pages of the arena"
+            "only recurrent layers and vLLM's Attention and MLAAttention with this backend are "
+            "served; other kernels were never tried on pages of the arena"
         ),
         instead="stock vLLM",
     )
     SPARSE_LATENTS = Words(
         feature="sparse multi-head latent attention (DeepSeek-V3.2, DeepSeek-V4)",
-        reason="no kernel reads the tokens that an indexer chooses",
+        reason="no kernel reads only the tokens that an indexer selects",
         instead="stock vLLM",
     )
     LATENT_FEATURES = Words(
         feature="latent attention with ALiBi, sliding windows or soft caps",
-        reason="no model that vLLM serves has it",
+        reason="no model in vLLM has it",
         instead="stock vLLM",
     )
     QUERY_QUANTIZATION = Words(
         feature="use_prefill_query_quantization with multi-head latent attention",
-        reason="keys that vLLM makes of long prompts would have to be float8 too",
+        reason="the keys that vLLM computes for long prompts would have to be float8 too",
         instead="leave the option out",
     )
     QUANTISED_OUTPUT = Words(
         feature="attention whose output is quantised (fuse_attn_quant)",
-        reason="the kernels write results in the queries' element type",
+        reason="the kernels write results in the dtype of the queries",
         instead="leave the fusion out",
     )
     IMAGE_REACH = Words(
-        feature="a page table of which some layers read whole images and others a window of them",
-        reason="what a step reads of images is listed once for a page table",
+        feature="a page table in which some layers read whole images and others a window of them",
+        reason="the image tokens that a step reads are listed once per page table",
         instead="stock vLLM",
     )
     DIFFUSION = Words(
         feature="generation by diffusion, not token by token (canvas_length in the model's config)",
-        reason="tokens that are written again would have to leave no trace in the cache",
+        reason="tokens that are replaced would have to be removed from the cache completely",
         instead="stock vLLM",
     )
     ENCODER_ALONE = Words(
-        feature="an engine of the encoder alone (--mm-encoder-only)",
+        feature="an engine with only the encoder (--mm-encoder-only)",
         reason="it has no cache",
         instead="stock vLLM for that engine",
     )
     INVARIANT_STATES = Words(
         feature="batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers",
-        reason="what a step reads of a prompt is scanned in pieces that begin where the step does",
-        instead="batch invariance of models without such layers",
+        reason="prompts are scanned in chunks whose boundaries depend on where a step begins",
+        instead="a model without recurrent layers, or leave the variable unset",
     )
     INVARIANT_SPECIALIZED = Words(
         feature="batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL=1",
-        reason="that kernel's sums depend on where a prompt is cut",
+        reason="the sums of that kernel depend on where a prompt is cut into steps",
         instead="leave JENGA_SPECIALIZED_PREFILL unset",
     )
 
@@ -216,11 +216,11 @@ class Refusal(Enum):
         instead="stock vLLM",
     )
     HISTORIES = Words(
-        feature="these states that are seldom written (--use-replayssm, JENGA_HISTORY_TOKENS)",
+        feature="these histories of states (--use-replayssm, JENGA_HISTORY_TOKENS)",
         reason=(
-            "Mamba-2 layers and gated delta nets can keep a history of at least two steps beside a "
-            "state, gated delta nets one of at most 64 tokens, in rows of multiples of 16 bytes, "
-            "and both options must name one length"
+            "only Mamba-2 layers and gated delta nets can keep a history, of at least two steps "
+            "and, in gated delta nets, at most 64 tokens; its rows must be multiples of 16 bytes; "
+            "and both options must give the same length"
         ),
         instead="another length, or none",
     )
@@ -232,51 +232,51 @@ class Refusal(Enum):
         instead="ngram, draft_model, eagle, eagle3 or mtp",
     )
     DRAFT_MTP_LAYERS = Words(
-        feature="speculative decoding by these layers that predict further tokens",
+        feature="speculative decoding with these layers that predict further tokens (MTP)",
         reason=(
-            "served are those of DeepSeek-V3, GLM-4.5, MiMo-V2, Nemotron-H, Qwen3-Next, Qwen3.5 "
-            "and Gemma 4"
+            "only those of DeepSeek-V3, GLM-4.5, MiMo-V2, Nemotron-H, Qwen3-Next, Qwen3.5 and "
+            "Gemma 4 are served"
         ),
         instead="ngram, draft_model, eagle or eagle3",
     )
     DRAFT_SEVERAL_MTP_LAYERS = Words(
-        feature="speculative decoding by several layers that predict further tokens",
-        reason="each would have a page table of its own, and vLLM hands drafts one",
-        instead="a checkpoint's first such layer (num_nextn_predict_layers of 1)",
+        feature="speculative decoding with several layers that predict further tokens (MTP)",
+        reason="each would have its own page table, but vLLM gives drafts only one",
+        instead="only the first such layer of the model (num_nextn_predict_layers of 1)",
     )
     DRAFT_WITH_STATES = Words(
-        feature="speculative decoding by a draft model with recurrent layers",
-        reason="states of rejected drafts would have to be taken back",
+        feature="speculative decoding with a draft model that has recurrent layers",
+        reason="the changes of its states by rejected drafts would have to be undone",
         instead="a draft model of attention layers, or ngram",
     )
     DRAFT_LAYER_TYPES = Words(
-        feature="a draft model of several layer types",
+        feature="a draft model with several layer types",
         reason="vLLM gives all layers of a draft model one page table",
-        instead="a draft model whose layers all attend to all tokens, or to one window",
+        instead="a draft model whose layers all have full attention, or all the same window",
     )
     DRAFT_BACKEND = Words(
-        feature="speculative decoding with another attention backend for the draft",
+        feature="speculative decoding with another attention backend for the draft model",
         reason="other kernels do not read pages of the arena",
         instead="leave its attention_backend out",
     )
     DRAFT_STATES_OF_TARGET = Words(
         feature="speculative decoding with recurrent layers that run on vLLM's own kernels",
-        reason="these write states into blocks of vLLM's own order",
+        reason="these kernels write states into blocks in vLLM's own order",
         instead="no speculative decoding",
     )
     DRAFT_ENCODER_DECODER = Words(
         feature="speculative decoding of an encoder-decoder model",
-        reason="drafts are not told what the encoder made",
+        reason="drafters do not receive the output of the encoder",
         instead="no speculative decoding",
     )
     DRAFT_PIPELINE = Words(
         feature="speculative decoding with pipeline parallelism",
-        reason="stock vLLM 0.32 fails at it too",
+        reason="stock vLLM 0.32 fails with it too",
         instead="--tensor-parallel-size",
     )
     DRAFT_PARALLEL = Words(
         feature="speculative decoding with parallel drafting",
-        reason="its drafts have slots that no request asked for",
+        reason="its drafts need slots that requests do not allocate",
         instead="drafts one after another",
     )
 
