@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         message = (
             f"package {error.name!r} is not installed; `make env` builds an environment with it, "
-            f"and {options.extras} names what to install by hand"
+            f"or install {options.extras}"
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
@@ -118,25 +118,23 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "doctor",
         doctor_command,
-        summary="examine this machine and its packages, and a model, before a server is started",
+        summary="check this machine, its packages and a model before you start a server",
     )
     _add_command(
         commands,
         "plan",
         plan_command,
-        summary="show how a model's memory is cut, how many requests fit and what is wasted",
+        summary="show a model's page sizes, how many requests fit, and how much memory is wasted",
     )
     replay = _add_command(
         commands,
         "replay",
         replay_command,
-        summary="run requests through memory managers without a GPU, and count",
+        summary="run requests through memory managers without a GPU, and count hits and waste",
     )
     replay.set_defaults(engine=_make_engine)
-    _add_command(commands, "plot", plot_command, summary="draw a figure from the rows of replays")
-    _add_command(
-        commands, "report", report_command, summary="put replays side by side in one HTML file"
-    )
+    _add_command(commands, "plot", plot_command, summary="draw a figure of replays")
+    _add_command(commands, "report", report_command, summary="compare replays in one HTML file")
     return parser
 
 

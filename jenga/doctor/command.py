@@ -7,10 +7,11 @@ from jenga.doctor.examine import examine
 from jenga.doctor.report import report_json, report_text
 
 DESCRIPTION = """\
-Examine this machine before a server is started: GPUs, driver, Python, torch, Triton and vLLM, how
-the plugin is installed and set, which kernels have passed their trials, and what a model gets.
-No GPU is used, nothing is downloaded. Exit status: 0 where an engine would serve, 1 where
-something would be refused, 2 where the arguments are wrong."""
+Check this machine before you start a server: its GPUs, driver, Python, torch, Triton and vLLM, how
+the plugin is installed and configured, and which specialised kernels have passed their trials. With
+MODEL, also show its layer types, its pages and how many requests fit. No GPU is used, and nothing
+is downloaded. Exit status: 0 if an engine would serve, 1 if something would be refused, 2 if the
+arguments are wrong."""
 
 EPILOG = """\
 examples:
@@ -28,12 +29,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model's folder, its config.json or a name of `jenga plan --list`",
+        help="folder of a model, its config.json, or a name from `jenga plan --list`",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="import neither torch nor vLLM, which takes 10 s: versions are read from files",
+        help="do not import torch and vLLM, which takes 10 s; read their versions from files",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run, extras="jenga-kv[vllm]")

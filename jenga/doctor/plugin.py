@@ -58,8 +58,8 @@ def _registered(environ: Mapping[str, str]) -> Finding:
         return _finding(
             "registered",
             Status.REFUSED,
-            f"no: {where}, without an entry point {NAME!r} of {GROUP}",
-            f"vLLM would not know {BACKEND_NAME}; pip install {DISTRIBUTION}",
+            f"no: {where}; {GROUP} has no entry point {NAME!r}",
+            f"vLLM would not know {BACKEND_NAME}; run pip install {DISTRIBUTION}",
         )
     allowed = environ.get(_PLUGINS_VARIABLE)
     if allowed is not None and NAME not in allowed.split(","):  # vLLM does not strip spaces either
@@ -79,18 +79,19 @@ def _names(vllm: VllmAnswer | str) -> Finding:
         return _finding(
             "names",
             Status.REFUSED,
-            f"{len(vllm.mismatches)} of {vllm.num_names} names of vLLM are not as expected",
+            f"{len(vllm.mismatches)} of {vllm.num_names} replaced names of vLLM are not as "
+            f"expected",
             "; ".join(vllm.mismatches),
         )
     if vllm.unknown:
         return _finding(
             "names",
             Status.NOTE,
-            f"{len(vllm.unknown)} of {vllm.num_names} names of vLLM could not be compared",
+            f"{len(vllm.unknown)} of {vllm.num_names} replaced names of vLLM could not be compared",
             vllm.unknown[0],
         )
     return _finding(
-        "names", Status.FINE, f"all {vllm.num_names} names of vLLM it replaces are as expected"
+        "names", Status.FINE, f"all {vllm.num_names} replaced names of vLLM are as expected"
     )
 
 
@@ -115,7 +116,8 @@ def _interpreter(environ: Mapping[str, str], *, has_gpu: bool) -> Iterator[Findi
             _INTERPRETER_VARIABLE,
             Status.NOTE,
             value,
-            "kernels would be interpreted on the CPU, thousands of times slower: unset it",
+            "Triton's interpreter would run the kernels on the CPU, thousands of times slower; "
+            "unset it",
         )
     elif interprets:
         yield _finding(
@@ -128,7 +130,8 @@ def _interpreter(environ: Mapping[str, str], *, has_gpu: bool) -> Iterator[Findi
         yield _finding(
             _INTERPRETER_VARIABLE,
             Status.FINE,
-            f"{repr(value) if value else 'not set'}: attention and states by PyTorch references",
+            f"{repr(value) if value else 'not set'}: PyTorch references compute attention and "
+            f"states",
         )
 
 

@@ -86,15 +86,15 @@ def _plan_text(plan: Plan) -> str:
     fits = [f"{fit.num_requests:,} of {fit.num_tokens:,} tokens" for fit in ours.fits]
     longest = "no limit" if ours.longest_tokens is None else f"{ours.longest_tokens:,} tokens"
     if fits:
-        text = f"Requests that fit at once: {', or '.join(fits)}. The longest alone: {longest}."
+        text = f"Requests that fit at once: {', or '.join(fits)}. Longest request alone: {longest}."
         lines += ["", *wrapped(text, width=WIDTH)]
-    lines += wrapped("`jenga plan` says more, and compares with vLLM's planner.", width=WIDTH)
+    lines += wrapped("`jenga plan` shows more, and compares with vLLM's planner.", width=WIDTH)
     return "\n".join(lines)
 
 
 def _verdict(report: Report) -> str:
     if not report.refused:
-        return "Nothing found here keeps an engine from serving on JENGA_TRITON."
+        return "No finding prevents an engine from serving on JENGA_TRITON."
     names = ", ".join(each.subject for each in report.refused)
     return "\n".join(
         wrapped(f"An engine on JENGA_TRITON would not serve here: {names}.", width=WIDTH)

@@ -38,17 +38,17 @@ def trial_findings(machine: Machine, trials: Mapping[str, list[KeptTrial]]) -> I
         trials: Verdicts, as `find_trials` returns them.
     """
     if not machine.gpus:
-        yield _finding(_SEVERAL, Status.FINE, "none held: no GPU is here")
+        yield _finding(_SEVERAL, Status.FINE, "no trials: this machine has no GPU")
     elif not any(gpu.capability == HOPPER for gpu in machine.gpus):
-        yield _finding(_SEVERAL, Status.FINE, "none for this GPU: those of all GPUs serve")
+        yield _finding(_SEVERAL, Status.FINE, "none for this GPU; the generic kernels serve")
     for name, verdicts in trials.items():
         if not verdicts:
             yield _finding(
                 _SEVERAL,
                 Status.FINE,
                 f"none tried on {name} yet",
-                "the first engine tries those that its layers can use; so does python -m "
-                "jenga_kernels.trials",
+                "the first engine runs the trials of those that its layers can use; python -m "
+                "jenga_kernels.trials runs them without an engine",
             )
         by_operation: defaultdict[str, list[KeptTrial]] = defaultdict(list)
         for verdict in verdicts:
@@ -63,11 +63,11 @@ def _operation_finding(operation: str, verdicts: list[KeptTrial]) -> Finding:
     if not failed:
         return _finding(operation, Status.FINE, f"passed, {calls}")
     first = failed[0]
-    advice = "the kernels of all GPUs serve in their place, which may be slower"
+    advice = "the generic kernels serve instead, which may be slower"
     if first.is_final:
-        advice += f"; another trial is held once {first.file} is removed"
+        advice += f"; the trial is repeated once {first.file} is removed"
     else:
-        advice += "; the next start of an engine tries again"
+        advice += "; the next start of an engine repeats the trial"
     return _finding(
         operation,
         Status.NOTE,

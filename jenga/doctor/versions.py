@@ -27,7 +27,7 @@ TESTED_VERSIONS = {"torch": (2, 13), "triton": (3, 7)}
 PYTHONS = ((3, 11), (3, 14))
 """Oldest and newest supported release of Python, as in pyproject.toml."""
 
-_INSTALL = f"pip install '{DISTRIBUTION}[vllm]' brings it; for CPUs see docs/install.md"
+_INSTALL = f"pip install '{DISTRIBUTION}[vllm]' installs it; for CPUs see docs/install.md"
 
 _VERSION_FILES = ("_version.py", "version.py", "__init__.py")
 
@@ -109,9 +109,7 @@ def package_findings(packages: Mapping[str, Package | None]) -> Iterator[Finding
         if package is None:
             yield _finding(name, Status.REFUSED, "not installed", _INSTALL)
         elif not package.version:
-            yield _finding(
-                name, Status.NOTE, "of an unknown version", f"expected {_expected(name)}"
-            )
+            yield _finding(name, Status.NOTE, "unknown version", f"expected {_expected(name)}")
         else:
             yield _version_finding(name, package)
 
@@ -141,13 +139,13 @@ def _version_finding(name: str, package: Package) -> Finding:
     if name == "torch":
         found += ", for " + (_toolkit(package) or "CPUs")
         if package.hip:
-            advice = "the kernels are for NVIDIA's GPUs; AMD's are refused"
+            advice = "the kernels run on NVIDIA GPUs only; AMD GPUs are refused"
             return _finding(name, Status.REFUSED, found, advice)
     if not _is_served(name, package.version):
         return _finding(name, Status.REFUSED, found, f"expected {_expected(name)}")
     release, tested = _release(package.version), TESTED_VERSIONS.get(name)
     if release is not None and tested is not None and release > tested:
-        advice = f"newer than any that tests ran on, {'.'.join(map(str, tested))}"
+        advice = f"newer than {'.'.join(map(str, tested))}, the newest that was tested"
         return _finding(name, Status.NOTE, found, advice)
     return _finding(name, Status.FINE, found)
 

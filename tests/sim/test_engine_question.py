@@ -78,7 +78,7 @@ def test_a_model_that_no_reader_is_for_is_planned_by_vllms_own_classes(house, ca
         (each["name"], each["num_layers"], each["slot_bytes"]) for each in plan["layer_types"]
     ] == [("full", 3, 3 * 2 * 2 * 64 * 2)]
     (note,) = plan["notes"]
-    assert note.startswith("The layers of house are those that vLLM's own classes declare;")
+    assert note.startswith("The layers of house are those that vLLM's own classes declare.")
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="the engine is not installed")

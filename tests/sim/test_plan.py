@@ -272,8 +272,8 @@ def test_command_spreads_a_model_over_the_ranks_of_a_pipeline(capsys):
         used_bytes = geometry["num_large_pages"] * rank["large_page_bytes"]
         assert used_bytes + rank["left_bytes"] == fields["arena_bytes"]
     assert [each["name"] for each in fields["systems"]] == ["planned", "lcm"]
-    assert "what is left on each of 2 ranks" in printed
-    assert "1/4 of them" in printed
+    assert "remaining memory on each of 2 pipeline ranks" in printed
+    assert "1/4 on each rank" in printed
 
 
 def test_a_pipeline_of_like_ranks_holds_what_as_many_arenas_together_hold():

@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_ends_the_log_with_one_warning(manager, warnings):
         log.step()
 
     assert len(warnings) == 1
-    assert "JENGA_MEMORY_LOG='/dev/full' is written no further" in warnings[0]
+    assert "JENGA_MEMORY_LOG='/dev/full' is no longer written" in warnings[0]
     assert "No space left on device" in warnings[0]
 
 
@@ -154,4 +154,4 @@ def test_a_file_that_cannot_be_renamed_ends_the_log(manager, tmp_path, warnings)
         log.step()
 
     assert len(warnings) == 1
-    assert "is written no further" in warnings[0]
+    assert "is no longer written" in warnings[0]

@@ -35,7 +35,7 @@ def run_replaying(run_engine, model, prompts, *, options, environment=REPLAY, **
         **job,
     )
     assert "error" not in result, result["error"][-4000:]
-    assert "layers of the gated delta rule keep what up to 8 tokens brought in" in result["log"]
+    assert "layers of the gated delta rule keep the inputs of up to 8 tokens" in result["log"]
     assert result["request_tokens"] == {}
     return result
 
@@ -159,7 +159,7 @@ def test_two_tensor_parallel_workers_generate_what_transformers_generates(tiny_m
     )
 
     assert "error" not in two, two["error"][-4000:]
-    assert "layers of the gated delta rule keep what up to 8 tokens brought in" in two["log"]
+    assert "layers of the gated delta rule keep the inputs of up to 8 tokens" in two["log"]
     assert_same_generation(two, theirs)
     check_turns(two, PROMPTS)  # in their own process requests arrive at other steps
 

@@ -266,7 +266,7 @@ def test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers
     )
 
     assert_same_generation(ours, stock)
-    assert "Mamba-2 layers keep what up to 8 tokens brought in" in ours["log"]
+    assert "Mamba-2 layers keep the inputs of up to 8 tokens" in ours["log"]
     hits = [output["cached_tokens"] for output in ours["outputs"][3:]]
     assert hits == hits_of_answers(prompts, 70)
     assert not is_second or sum(ours["replays"].values()) >= 70
@@ -335,7 +335,7 @@ def test_with_drafts_another_turn_starts_near_the_end_of_a_long_answer(tiny_mode
     )
 
     assert_same_generation(ours, stock)
-    assert "Mamba-2 layers keep what up to 8 tokens brought in" in ours["log"]
+    assert "Mamba-2 layers keep the inputs of up to 8 tokens" in ours["log"]
     hits = [output["cached_tokens"] for output in ours["outputs"][2:]]
     ends = hits_of_answers(prompts, 70)
     ends_of_prompts = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
@@ -359,5 +359,5 @@ def test_layers_that_predict_further_tokens_change_no_token_of_a_nemotron(tiny_m
     )
 
     assert_same_generation(ours, plain)
-    assert "Mamba-2 layers keep what up to 16 tokens brought in" in ours["log"]
+    assert "Mamba-2 layers keep the inputs of up to 16 tokens" in ours["log"]
     check_drafts(ours)

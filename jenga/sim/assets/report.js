@@ -4,14 +4,14 @@ const charts = JSON.parse(document.getElementById("numbers").textContent);
 const tip = document.getElementById("tip");
 const boxes = [...document.querySelectorAll(".chooser input")];
 
-// Choosing runs: everything drawn of run i has the class run-i.
+// Selection of runs. All elements of run i have the class "run-i".
 function show() {
   for (const box of boxes) {
     for (const element of document.querySelectorAll("." + box.value)) {
       element.classList.toggle("hidden", !box.checked);
     }
   }
-  // A heading over bars goes when all of them have gone.
+  // A heading is hidden if all bars below it are hidden.
   for (const group of document.querySelectorAll(".model")) {
     const bars = [...group.querySelectorAll(".bar")];
     group.classList.toggle("hidden", bars.every((bar) => bar.classList.contains("hidden")));
@@ -27,7 +27,7 @@ for (const button of document.querySelectorAll(".chooser button")) {
 }
 show();
 
-// Values under the pointer.
+// Values at the mouse pointer.
 function isChosen(series) {
   const box = boxes.find((each) => each.value === series.cssClass);
   return !box || box.checked;

@@ -27,9 +27,10 @@ from jenga.sim.planning.plan import (
 from jenga.sim.planning.plan_text import known_models_text, plan_json, plan_text
 
 DESCRIPTION = """\
-Show what a model does to the memory of a GPU: its layer types, how the arena is cut, how many
-requests fit and what is wasted, beside the exact LCM, the MAX page, PagedAttention and vLLM's own
-planner. Nothing runs and nothing is downloaded."""
+Plan the cache memory of a model on a GPU: its layer types, the sizes of its pages, the number of
+requests that fit, and the share of memory that is wasted. The plan is compared with the exact LCM,
+the MAX page, PagedAttention and vLLM's own planner. The model is not run, and nothing is
+downloaded."""
 
 EPILOG = """\
 examples:
@@ -47,91 +48,97 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a known name, a Hugging Face config.json or a directory that holds one",
+        help="name of a known model, a Hugging Face config.json, or a directory that holds one",
     )
     parser.add_argument("--list", action="store_true", help="list the models known by name")
     parser.add_argument(
         "--gpu",
         default="H100-80G",
         metavar="GPU",
-        help=f"{', '.join(GPUS)}, or its memory such as 24GiB (default: %(default)s)",
+        help=f"{', '.join(GPUS)}, or an amount of memory such as 24GiB (default: %(default)s)",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks"
+    )
     parser.add_argument(
         "--pp",
         "--pipeline-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="pipeline ranks, of so many tensor-parallel ranks each",
+        help="number of pipeline ranks; each consists of --tp tensor-parallel ranks",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=tuple(KV_DTYPES),
         default="auto",
-        help="how keys and values are stored (default: as the checkpoint says, else as the model, "
-        "bfloat16)",
+        help="data type of cached keys and values (default: as the checkpoint says; otherwise that "
+        "of the model, bfloat16)",
     )
     parser.add_argument(
         "--length",
         type=int,
         nargs="+",
         metavar="TOKENS",
-        help=f"lengths of requests to count (default: {' '.join(map(str, LENGTHS))}, as far as "
-        f"the model reads them)",
+        help="lengths of the requests, in tokens (default: those of "
+        f"{' '.join(map(str, LENGTHS))} that the model can read)",
     )
-    parser.add_argument("--draft", metavar="MODEL", help="a model that drafts, in the same arena")
+    parser.add_argument(
+        "--draft", metavar="MODEL", help="draft model, which shares the arena with the model"
+    )
     parser.add_argument(
         "--draft-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="tokens drafted for a step, by whatever: recurrent layers keep so many states more",
+        help="number of tokens drafted for a step, with any method; recurrent layers keep that "
+        "many additional states for each request",
     )
     parser.add_argument(
         "--history-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of which Mamba-2 and gated delta layers keep beside a state what they brought "
-        "in, as with vLLM's --use-replayssm: drafts then take no states; at most 64 of gated delta "
-        "layers",
+        help="number of recent tokens whose inputs Mamba-2 and gated delta layers keep beside a "
+        "state, as with vLLM's --use-replayssm; drafts then need no additional states; at most 64 "
+        "for gated delta layers",
     )
     parser.add_argument(
         "--weights",
         type=_reserve,
         metavar="BYTES",
-        help="bytes of all weights, all ranks together, where they are not known or others",
+        help="size of the weights of all ranks together, if it is unknown or differs from the "
+        "known one",
     )
     parser.add_argument(
-        "--arena", type=_arena, metavar="BYTES", help="the arena, in place of --gpu"
+        "--arena", type=_arena, metavar="BYTES", help="size of the arena, instead of --gpu"
     )
     parser.add_argument(
         "--utilization",
         type=float,
         default=UTILIZATION,
         metavar="SHARE",
-        help="share of the GPU's memory that the engine takes (default: %(default)s, as vLLM)",
+        help="share of the GPU's memory that the engine takes (default: %(default)s, as in vLLM)",
     )
     parser.add_argument(
         "--reserve",
         type=_reserve,
         default=RESERVED_BYTES,
         metavar="BYTES",
-        help="set aside for activations and graphs (default: 1.5GiB)",
+        help="memory set aside for activations and CUDA graphs (default: 1.5GiB)",
     )
     parser.add_argument(
         "--without-vllm",
         action="store_true",
-        help="leave out vLLM's planner and the comparison with its classes, whose import takes "
-        "seconds",
+        help="leave out vLLM's planner and the comparison with vLLM's model classes; importing "
+        "vLLM takes seconds",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw one large page, every byte of it, as .svg or .png (extra `plots`)",
+        help="draw one large page, byte by byte, as .svg or .png (needs the extra `plots`)",
     )
     parser.set_defaults(run=run, extras="jenga-kv[plots]")
 
@@ -208,7 +215,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             comparison(facts, facts.spec(read).layer_types, asked) for facts, asked in questions
         ]
     notes += [
-        f"The layers of {facts.name} are those that vLLM's own classes declare; embeddings of "
+        f"The layers of {facts.name} are those that vLLM's own classes declare. Embeddings of "
         f"images are not counted."
         for facts in models
         if facts.reader is declared_model

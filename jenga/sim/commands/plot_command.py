@@ -9,8 +9,8 @@ from jenga.sim.report import plots
 from jenga.sim.results.runs import Run, read_runs
 
 DESCRIPTION = """\
-Draw a figure from the rows that `jenga replay` wrote; several files, or several runs in one, are
-drawn beside each other. Needs matplotlib: the extra `plots`."""
+Draw a figure from rows that `jenga replay --out` wrote. Several runs, from one file or from several
+files, are drawn in one figure. This needs matplotlib (extra `plots`)."""
 
 EPILOG = """\
 examples:
@@ -20,12 +20,13 @@ examples:
   jenga plot waste rows/*.jsonl --out waste.svg"""
 
 FIGURES = {
-    "timeline": "bytes by class and by page table over steps: used, wasted, cached, unallocated",
-    "batch": "requests that decode, over steps",
+    "timeline": "used, wasted, cached and unallocated bytes of each step, and bytes of each page "
+    "table",
+    "batch": "number of decoding requests in each step",
     "hits": "hit rate against the number of articles",
-    "latency": "time to the first token (or --metric) against the request rate",
-    "waste": "waste of every model and manager",
-    "throughput": "tokens a second (or --metric) of every model and manager",
+    "latency": "time to first token (or --metric) against the request rate",
+    "waste": "waste of each model and manager",
+    "throughput": "tokens per second (or --metric) of each model and manager",
 }
 """Names of the figures, each with a description of what it shows."""
 
@@ -47,26 +48,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FIGURE",
         help="; ".join(f"{name}: {words}" for name, words in FIGURES.items()),
     )
-    parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS", help="files of rows")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the figure, .svg, .png or .pdf"
+        "rows", nargs="+", type=Path, metavar="ROWS", help="files that `jenga replay --out` wrote"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file of the figure: .svg, .png or .pdf",
     )
     parser.add_argument(
         "--over",
         choices=tuple(plots.AXES),
         default="steps",
-        help="what timeline and batch run over (default: %(default)s)",
+        help="horizontal axis of timeline and batch (default: %(default)s)",
     )
     parser.add_argument(
         "--metric",
         choices=tuple(plots.METRICS),
-        help="the number drawn by hits, latency, waste and throughput, in place of theirs",
+        help="number that hits, latency, waste or throughput draws instead of its own",
     )
     parser.add_argument(
         "--parameter",
         metavar="NAME",
-        help="what hits and latency are drawn against: an option of the runs, or a number in "
-        "their traces' names (default: n, rate)",
+        help="horizontal axis of hits and latency: an option of the runs, or a number in the "
+        "names of their traces (default: n for hits, rate for latency)",
     )
     parser.set_defaults(run=run, extras="jenga-kv[plots]")
 

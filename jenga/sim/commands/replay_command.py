@@ -44,33 +44,35 @@ from jenga.sim.workload.sources import GENERATORS, open_source
 from jenga.spec import ELEMENT_BYTES, check_positive
 
 DESCRIPTION = """\
-Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
-batching, prompts in chunks, preemption, prefix caching. Tokens, pages and bytes are counted;
-seconds are modelled by the roofline of the GPU, at the shares of its peaks that were measured on
-one where perf/results has them."""
+Replay requests step by step through a memory manager, as an engine would serve them, but without a
+GPU: continuous batching, chunked prefill, preemption and prefix caching. Tokens, pages and bytes
+are counted. Seconds come from a roofline model of the GPU. It uses the measured shares of the GPU's
+peaks in perf/results, or the peaks themselves if nothing was measured on that GPU."""
 
 EPILOG = f"""\
 traces:
-  a file, or a folder of weka's; its format is known by how it begins:
-    mooncake, weka (AgentX), sharegpt, wildchat: JSON or JSON lines, the last three Parquet, too
+  a file, or a folder in the format weka; the beginning of a file tells its format:
+    mooncake, weka (AgentX), sharegpt, wildchat: JSON or JSON lines; the last three also Parquet
     azure, burstgpt, lengths: CSV
   with arguments: weka:path=traces,rate=0.1,most_think_s=10  sharegpt:path=chats.json,rate=2
 {fill(", ".join(GENERATORS), 96, initial_indent="  a workload: ", subsequent_indent="    ")}
   with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
-    rag:k=8,rate=0.5  agents:n=24,rate=0.05  mixed:rate=2; rate: arrivals a second, at random
+    rag:k=8,rate=0.5  agents:n=24,rate=0.05  mixed:rate=2
+    rate is the mean number of arrivals per second; arrival times are random
 
 managers:
-  jenga   pages of the planned geometry
-  lcm     ours, large pages of the exact least common multiple, the paper's rule
-  max     ours, every small page as large as the largest
-  paged   ours, one page for all layers, no window known: PagedAttention
-  static  ours, a part of the arena for each layer type
-  gcd     pages scattered over pieces of the greatest common divisor: memory alone, no caching
-  vllm    vLLM's planner and KVCacheManager themselves (0.32 or 0.33)
+  jenga   Jenga's manager, with pages of the planned geometry
+  lcm     the same, with large pages of the exact least common multiple (the paper's rule)
+  max     the same, with every small page as large as the largest one
+  paged   the same, with one page size for all layers that keeps every token (PagedAttention)
+  static  the same, with a fixed part of the arena for each layer type
+  gcd     pages made of pieces of the greatest common divisor; memory only, no prefix caching
+  vllm    vLLM's own planner and KVCacheManager (0.32 or 0.33)
 
 schedulers:
-  jenga   the simulator's: continuous batching as in vLLM
-  vllm    vLLM's own, with the plugin's manager (jenga) or its own (vllm); tests compare the two
+  jenga   the simulator's scheduler: continuous batching as in vLLM
+  vllm    vLLM's own scheduler, with --manager jenga (the plugin's manager) or vllm
+  Tests compare the two schedulers.
 
 examples:
   jenga replay --model llama-3.1-70b --tp 4 --trace mmlu-pro:n=200,rate=4 \\
@@ -87,8 +89,10 @@ _PROGRESS_S = 0.5
 _WIDTH = 100
 
 _WASTE_WORDS = (
-    "Waste: bytes held that no next token needs, of bytes held; mean over steps that decode. Busy: "
-    "over those with half the largest batch or more. Of bytes: of all bytes held in these steps."
+    '"waste %" is the share of held bytes that the next tokens do not need: the mean over steps in '
+    'which a request decodes. "busy %" is the mean over those steps in which at least half as many '
+    'requests decode as in the largest decode batch. "of bytes %" is the same share of the bytes '
+    "summed over all steps in which a request decodes."
 )
 
 _EXIT_REFUSED = 2
@@ -337,7 +341,7 @@ def _replay(
     progress = None if quiet else _Progress(label, trace.num_requests)
     snapshot = out.snapshot_of(row.run) if out is not None else None
     if snapshot is not None and not quiet:
-        print(f"{label}: goes on after step {snapshot.replay.num_steps:,}", file=sys.stderr)
+        print(f"{label}: continues after step {snapshot.replay.num_steps:,}", file=sys.stderr)
     running = Running(row, machine, trace, settings, snapshot=snapshot)
     rows = running.rows(progress) if out is None else out.written(running, progress)
     try:
@@ -431,9 +435,12 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
             ]
         )
     seconds = dict.fromkeys(str(each.row.options["seconds"]) for each in found)
-    notes = [_WASTE_WORDS, f"Seconds: modelled by {'; '.join(seconds)}."]
+    notes = [_WASTE_WORDS, f"Seconds are modelled: {'; '.join(seconds)}."]
     if any(each.summary.waste is None for each in found):
-        notes.append("A dash: bytes were looked at in no step that decodes; give --every 1.")
+        notes.append(
+            "A dash means that no sampled step has a decoding request; give --every 1 to sample "
+            "all steps."
+        )
     return "\n".join(
         [
             f"{trace.num_requests:,} requests of {trace.name}",

@@ -18,38 +18,61 @@ from jenga.sim.replays.session import Settings
 from jenga.sim.workload.sources import FORMATS
 
 _SHARE_WORDS = {
-    "arithmetic_share": "share of the peak of operations that products with weights reach "
-    "(default: as measured, else 1; likewise the others)",
-    "bandwidth_share": "share of the peak of bandwidth that reading weights reaches",
-    "attention_arithmetic_share": "the first, of attention",
-    "attention_bandwidth_share": "the second, of attention",
+    "arithmetic_share": "share of the GPU's peak arithmetic rate that products with weights reach "
+    "(default of all four shares: as measured on this GPU, or 1)",
+    "bandwidth_share": "share of the GPU's peak memory bandwidth that reads of weights reach",
+    "attention_arithmetic_share": "share of the peak arithmetic rate that attention reaches",
+    "attention_bandwidth_share": "share of the peak memory bandwidth that attention reaches",
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `jenga replay`."""
-    what = parser.add_argument_group("what")
+    what = parser.add_argument_group("model and trace")
     what.add_argument(
-        "--model", nargs="+", required=True, metavar="MODEL", help="as of `jenga plan`; several"
+        "--model",
+        nargs="+",
+        required=True,
+        metavar="MODEL",
+        help="model, as in `jenga plan`; several models are replayed one after another",
     )
-    what.add_argument("--draft", metavar="MODEL", help="a model that drafts, in the same arena")
     what.add_argument(
-        "--draft-tokens", type=int, default=0, metavar="N", help="drafted for a step, by whatever"
+        "--draft", metavar="MODEL", help="draft model, which shares the arena with the model"
+    )
+    what.add_argument(
+        "--draft-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of tokens drafted for a step, with any method (default: %(default)s)",
     )
     what.add_argument(
         "--acceptance",
         type=float,
         metavar="P",
-        help="probability that a drafted token is right if those before it are; without it tokens "
-        "come one by one, and of drafts only the memory is replayed",
+        help="probability that a drafted token is accepted if those before it are; without it, "
+        "every step gives one token, and only the memory of drafts is replayed",
     )
-    what.add_argument("--trace", required=True, metavar="TRACE", help="see below")
     what.add_argument(
-        "--format", choices=tuple(FORMATS), help="of the file (default: by its first line)"
+        "--trace",
+        required=True,
+        metavar="TRACE",
+        help="file of requests, or name of a made-up workload; see below",
     )
-    what.add_argument("--requests", type=int, metavar="N", help="only the first of the trace")
     what.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="arrivals come so many times as fast"
+        "--format",
+        choices=tuple(FORMATS),
+        help="format of the file (default: detected from its beginning)",
+    )
+    what.add_argument(
+        "--requests", type=int, metavar="N", help="replay only the first N requests of the trace"
+    )
+    what.add_argument(
+        "--speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="factor by which arrivals are faster than in the trace (default: %(default)s)",
     )
     _configure_memory(parser.add_argument_group("memory"))
     _configure_engine(parser.add_argument_group("engine"))
@@ -58,26 +81,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="add rows to a file of JSON lines, or of Parquet (.parquet); replays that it has "
-        "whole are not run again, and one that was cut goes on from a snapshot taken every minute",
+        help="add rows to this file of JSON lines or, with the ending .parquet, Parquet; complete "
+        "replays in it are not run again, and an interrupted one continues from its last snapshot "
+        "(one is taken every minute)",
     )
     rows.add_argument(
         "--every",
         type=int,
         default=SAMPLED_EVERY,
         metavar="N",
-        help="look at the arena's bytes every N steps (default: %(default)s)",
+        help="sample the bytes of the arena every N steps (default: %(default)s)",
     )
-    rows.add_argument("--request-rows", action="store_true", help="a row for every request, too")
     rows.add_argument(
-        "--check", type=int, default=0, metavar="N", help="check the manager's books every N steps"
+        "--request-rows", action="store_true", help="also write a row for every request"
+    )
+    rows.add_argument(
+        "--check",
+        type=int,
+        default=0,
+        metavar="N",
+        help="check the manager's internal state every N steps (default: never)",
     )
     rows.add_argument(
         "--bounds",
         action="store_true",
-        help="also the hits of a cache without end and of the best eviction",
+        help="also show the hits of an unlimited cache and of the best possible eviction",
     )
-    rows.add_argument("--quiet", action="store_true", help="no progress")
+    rows.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
@@ -87,14 +117,15 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         choices=MANAGER_NAMES,
         default=["jenga"],
         metavar="MANAGER",
-        help=f"{', '.join(MANAGER_NAMES)}; several are compared (default: jenga)",
+        help=f"memory manager: {', '.join(MANAGER_NAMES)}; see below; several are compared "
+        "(default: jenga)",
     )
     group.add_argument(
         "--eviction",
         nargs="+",
         choices=tuple(EVICTION_POLICIES),
         default=[Settings().eviction],
-        help="what our manager evicts first; several are compared "
+        help="eviction policy of Jenga's manager; several are compared "
         f"(default: {Settings().eviction})",
     )
     group.add_argument(
@@ -102,8 +133,9 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         type=_left_share,
         default=Settings().left_share,
         metavar="SHARE",
-        help="of the arena, what admissions of our manager leave at most, while others run, to "
-        f"those who will read it (default: {LEFT_SHARE}; 0 with host memory)",
+        help="largest share of the arena that admissions leave, while other requests run, to "
+        "cached pages that waiting requests will read; only with Jenga's manager "
+        f"(default: {LEFT_SHARE}; 0 with host memory)",
     )
     group.add_argument(
         "--vllm",
@@ -111,17 +143,17 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         type=_stock_options,
         default=[DEFAULT_STOCK],
         metavar="OPTIONS",
-        help="options of vLLM's manager, several of which are compared: default, or of "
-        "retention=TOKENS, retention=dense, match=TOKENS and hybrid=off, with commas between them "
-        "(vLLM's --prefix-cache-retention-interval, --prefix-match-unit and "
-        "--disable-hybrid-kv-cache-manager)",
+        help="options of vLLM's manager: `default`, or one or more of retention=TOKENS, "
+        "retention=dense, match=TOKENS and hybrid=off, separated by commas; several sets of "
+        "options are compared (they are vLLM's --prefix-cache-retention-interval, "
+        "--prefix-match-unit and --disable-hybrid-kv-cache-manager)",
     )
     group.add_argument(
         "--host",
         type=_reserve,
         default=0,
         metavar="BYTES",
-        help="of host memory of each GPU, where what our manager evicts can still be found "
+        help="host memory of each GPU, to which Jenga's manager offloads evicted pages "
         "(default: none)",
     )
     group.add_argument(
@@ -129,32 +161,60 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         type=_rate,
         default=HOST_BYTES_PER_S,
         metavar="BYTES",
-        help="that go there or come back in a second (default: 25GB, as sixteen lanes of PCIe 4.0)",
+        help="bandwidth of copies to and from host memory, in bytes per second (default: 25GB, as "
+        "of sixteen lanes of PCIe 4.0)",
     )
-    group.add_argument("--no-prefix-caching", action="store_true", help="keep nothing for others")
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="cache nothing for later requests"
+    )
     group.add_argument(
         "--gpu",
         default="H100-80G",
         metavar="GPU",
-        help=f"{', '.join(GPUS)}, or its memory such as 24GiB (default: %(default)s)",
+        help=f"{', '.join(GPUS)}, or an amount of memory such as 24GiB (default: %(default)s)",
     )
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    group.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="auto")
+    group.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks"
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=tuple(KV_DTYPES),
+        default="auto",
+        help="data type of cached keys and values, as in `jenga plan` (default: %(default)s)",
+    )
     group.add_argument(
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        help="of the longest request, with its answer; longer ones are refused (default: as the "
-        "model's configuration says)",
+        help="most tokens of a request, with its answer; longer requests are refused (default: as "
+        "the model's configuration says)",
     )
     group.add_argument(
-        "--weights", type=_reserve, metavar="BYTES", help="of all weights, all ranks together"
+        "--weights",
+        type=_reserve,
+        metavar="BYTES",
+        help="size of the weights of all ranks together",
     )
     group.add_argument(
-        "--arena", type=_arena, metavar="BYTES", help="in place of what --gpu leaves"
+        "--arena",
+        type=_arena,
+        metavar="BYTES",
+        help="size of the arena of one rank (default: the memory that --gpu leaves)",
     )
-    group.add_argument("--utilization", type=float, default=UTILIZATION, metavar="SHARE")
-    group.add_argument("--reserve", type=_reserve, default=RESERVED_BYTES, metavar="BYTES")
+    group.add_argument(
+        "--utilization",
+        type=float,
+        default=UTILIZATION,
+        metavar="SHARE",
+        help="share of the GPU's memory that the engine takes (default: %(default)s, as in vLLM)",
+    )
+    group.add_argument(
+        "--reserve",
+        type=_reserve,
+        default=RESERVED_BYTES,
+        metavar="BYTES",
+        help="memory set aside for activations and CUDA graphs (default: 1.5GiB)",
+    )
 
 
 def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
@@ -163,32 +223,32 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         type=int,
         default=CHUNK_TOKENS,
         metavar="N",
-        help="tokens computed in a step, of all requests together (default: %(default)s)",
+        help="most tokens that a step computes for all requests together (default: %(default)s)",
     )
     group.add_argument(
         "--max-requests",
         type=int,
         default=MAX_REQUESTS,
         metavar="N",
-        help="requests running at once (default: %(default)s)",
+        help="most requests that run at once (default: %(default)s)",
     )
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="schedule a step while the one before it runs (default: as vLLM on a GPU, which does "
-        "unless n-grams draft)",
+        help="schedule a step while the one before it runs (default: yes, except for drafts of "
+        "n-grams, as in vLLM on a GPU)",
     )
     group.add_argument(
         "--scheduler",
         choices=("jenga", "vllm"),
         default="jenga",
-        help="the simulator's, or vLLM's own with the plugin's manager or vLLM's (default: jenga)",
+        help="the simulator's scheduler or vLLM's own; see below (default: %(default)s)",
     )
     group.add_argument(
         "--step-seconds",
         type=float,
         metavar="S",
-        help="every step takes as long, in place of the roofline",
+        help="give every step this number of seconds, instead of the roofline's",
     )
     for name in SHARES:
         group.add_argument(
@@ -202,14 +262,15 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         type=float,
         default=0.0,
         metavar="S",
-        help="of each step, of the host (default: %(default)s, as nothing measured it)",
+        help="host time added to each step (default: %(default)s, because it was not measured)",
     )
     group.add_argument(
         "--measured",
         type=Path,
         default=RESULTS,
         metavar="FOLDER",
-        help="rows of benchmarks, a folder for each GPU (default: perf/results of a checkout)",
+        help="folder of benchmark rows, with a folder for each GPU (default: perf/results of a "
+        "checkout)",
     )
 
 

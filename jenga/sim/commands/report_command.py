@@ -7,9 +7,9 @@ from jenga.sim.report.html import report_html
 from jenga.sim.results.runs import read_runs
 
 DESCRIPTION = """\
-Put the runs of some files of rows side by side in one HTML file: numbers, decode batches and memory
-over steps, with runs to choose and values under the pointer. The file needs no server, no network
-and no other file."""
+Compare replays in one HTML file. It shows the numbers of each run, and its decode batch and memory
+in each step. Runs can be selected, and the mouse pointer shows values. The file needs no server, no
+network and no other file."""
 
 EPILOG = """\
 examples:
@@ -19,9 +19,15 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `jenga report`."""
-    parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS", help="files of rows")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
-    parser.add_argument("--title", default="Replays", help="of the page (default: %(default)s)")
+    parser.add_argument(
+        "rows", nargs="+", type=Path, metavar="ROWS", help="files that `jenga replay --out` wrote"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="HTML file to write"
+    )
+    parser.add_argument(
+        "--title", default="Replays", help="title of the page (default: %(default)s)"
+    )
     parser.set_defaults(run=run, extras="jenga-kv")
 
 

@@ -162,7 +162,7 @@ def keeps(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
         case SlidingWindow(window_tokens=window_tokens):
             return f"a window of {window_tokens:,} tokens"
         case ChunkedLocal(chunk_tokens=chunk_tokens):
-            return f"the current {chunk_tokens:,} tokens"
+            return f"the current chunk of {chunk_tokens:,} tokens"
         case CrossAttention(typical_tokens=typical_tokens):
             return f"tokens of images or audio ({typical_tokens:,})"
         case State(slots_per_request=slots):
@@ -170,7 +170,7 @@ def keeps(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
         case TokenBudget(mean_budget_tokens=mean_budget_tokens):
             return f"about {mean_budget_tokens:,} tokens of a prompt"
         case ImageEmbedding(typical_tokens=typical_tokens):
-            return f"an image till it is read ({typical_tokens:,})"
+            return f"an image until it is read ({typical_tokens:,})"
 
 
 def _kind(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
@@ -201,9 +201,9 @@ def _title(plan: Plan) -> str:
     ranks = plan.options.tensor_parallel
     kv_format = plan.options.kv_format.value
     kept = plan.options.model_dtype if kv_format == "model" else kv_format
-    divided = f", layers divided over {ranks} ranks, bytes of one" if ranks > 1 else ""
+    divided = f"; {ranks} tensor-parallel ranks, bytes of one of them" if ranks > 1 else ""
     if plan.pipeline_parallel > 1:
-        divided += f", spread over {plan.pipeline_parallel} ranks in a row"
+        divided += f"; {plan.pipeline_parallel} pipeline ranks"
     return "\n".join([*lines, f"keys and values in {kept}{divided}"])
 
 
@@ -234,7 +234,7 @@ def _memory(plan: Plan) -> str:
     known = sum(facts.weight_bytes or 0 for facts in plan.facts)
     if known != budget.total_weight_bytes:
         source = "as given"
-    part = f", 1/{budget.ranks} of them" if budget.ranks > 1 else ""
+    part = f", 1/{budget.ranks} on each rank" if budget.ranks > 1 else ""
     rows = [
         (
             "engine",
@@ -242,8 +242,8 @@ def _memory(plan: Plan) -> str:
             f"{budget.utilization:g} of the {memory} of {_article(budget.gpu.name)}",
         ),
         ("weights", bytes_text(budget.weight_bytes), f"{source}{part}"),
-        ("set aside", bytes_text(budget.reserved_bytes), "activations, graphs: an assumption"),
-        ("arena", bytes_text(plan.arena_bytes), f"what is left{_of_each(plan)}"),
+        ("set aside", bytes_text(budget.reserved_bytes), "activations and CUDA graphs (assumed)"),
+        ("arena", bytes_text(plan.arena_bytes), f"remaining memory{_of_each(plan)}"),
     ]
     lines: list[str] = []
     for line in aligned(rows, alignment="<><"):
@@ -252,7 +252,9 @@ def _memory(plan: Plan) -> str:
 
 
 def _of_each(plan: Plan) -> str:
-    return f" on each of {plan.pipeline_parallel} ranks" if plan.pipeline_parallel > 1 else ""
+    return (
+        f" on each of {plan.pipeline_parallel} pipeline ranks" if plan.pipeline_parallel > 1 else ""
+    )
 
 
 def _hanging(line: str, indent: int) -> list[str]:
@@ -302,7 +304,7 @@ def geometry_text(plan: Plan) -> str:
     """Write the large page and a table of the page tables."""
     geometry = plan.geometry
     if geometry is None:
-        return "\n".join([heading("Geometry"), "none: see below"])
+        return "\n".join([heading("Geometry"), "none; the reason is below"])
     rows = [("page table", "layers", "tokens", "small page", "in a large page", "padding")]
     for group in _folded(geometry.page_tables, _table_key):
         first = group[0]
@@ -317,8 +319,8 @@ def geometry_text(plan: Plan) -> str:
             )
         )
     line = (
-        f"large pages of {geometry.large_page_bytes:,} B, {plan.systems[0].num_units:,} of them in "
-        f"the arena, one of these the null page; {len(geometry.page_tables)} page tables a request"
+        f"{plan.systems[0].num_units:,} large pages of {geometry.large_page_bytes:,} B in the "
+        f"arena, one of them the null page; {len(geometry.page_tables)} page tables per request"
     )
     lines = [heading("Geometry"), *wrapped(line, width=WIDTH), *aligned(rows)]
     return "\n".join([*lines, *_stages(plan)])
@@ -342,8 +344,9 @@ def _stages(plan: Plan) -> list[str]:
             )
         )
     note = (
-        "Bytes above are those of all ranks together; padding is that of each page table's small "
-        "pages on the rank."
+        "Bytes in the tables above are those of all pipeline ranks together. Padding is the share "
+        "of a small page that holds nothing on this rank, from the least to the most among page "
+        "tables."
     )
     return ["", *aligned(rows), *wrapped(note, width=WIDTH)]
 
@@ -376,10 +379,10 @@ def _tables(plan: Plan) -> list[str]:
         lengths = slice(start, start + _LENGTHS_IN_A_TABLE)
         texts.append("\n".join(_capacity(plan, lengths)))
     notes = wrapped(
-        "Requests that the arena holds at once, all of one length and in mid decode, and the share "
-        'of what they hold that their next tokens do not need. "Needed" is what no layout can '
-        "undercut. The longest request has the arena to itself and is prefilled in chunks of "
-        "8,192 tokens.",
+        "Each cell has the number of requests of this length that the arena holds at once, in the "
+        "middle of decode, and their waste: the share of held bytes that their next tokens do not "
+        'need. The line "needed" is the most requests that any layout could hold. "Longest" is '
+        "the longest request that fits alone, prefilled in chunks of 8,192 tokens.",
         width=WIDTH,
     )
     for system in plan.systems:
@@ -408,7 +411,7 @@ def _capacity(plan: Plan, lengths: slice) -> list[str]:
                 _longest(system) if longest is not None else "no limit",
             )
         )
-    return [heading("Requests that fit, and waste, by their tokens"), *aligned(rows)]
+    return [heading("Requests that fit, and waste, by request length in tokens"), *aligned(rows)]
 
 
 def _longest(system: System) -> str:
@@ -434,12 +437,12 @@ def _shortages(plan: Plan) -> list[str]:
         against = f"the arena has {bytes_text(plan.arena_bytes)}"
         if num_bytes <= plan.arena_bytes:
             against += (
-                f", and more of it is needed while the prompt is read: no more than "
-                f"{planned.longest_tokens:,} tokens can be"
+                f". More memory is needed while the prompt is read: at most "
+                f"{planned.longest_tokens:,} tokens fit"
             )
         lines += wrapped(
-            f"A request of {num_tokens:,} tokens does not fit: to decode it needs "
-            f"{bytes_text(num_bytes)}, {against}.",
+            f"A request of {num_tokens:,} tokens does not fit: it needs {bytes_text(num_bytes)} "
+            f"to decode, and {against}.",
             width=WIDTH,
         )
     return lines

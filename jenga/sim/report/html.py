@@ -24,7 +24,7 @@ MAX_POINTS = 400
 
 GB = 1e9
 
-_PARAMETERS = {"n": "number of articles", "rate": "requests a second"}
+_PARAMETERS = {"n": "number of articles", "rate": "requests per second"}
 """Parameters against which hit rates are drawn if they differ between runs, with their label."""
 
 
@@ -79,13 +79,13 @@ _COLUMNS = (
         bars=True,
     ),
     _Column(
-        title="tokens a second",
+        title="output tokens per second",
         value=lambda row: row.tokens_per_s,
         text=_number,
         best=max,
         bars=True,
     ),
-    _Column(title="requests a second", value=lambda row: row.requests_per_s, text=_number),
+    _Column(title="requests per second", value=lambda row: row.requests_per_s, text=_number),
     _Column(title="waste while busy", value=lambda row: row.busy_waste, text=_percent, best=min),
     _Column(title="waste of bytes", value=lambda row: row.waste_of_bytes, text=_percent, best=min),
     _Column(title="steps", value=lambda row: row.num_steps, text=_count, best=min),
@@ -93,9 +93,9 @@ _COLUMNS = (
     _Column(title="preemptions", value=lambda row: row.num_preemptions, text=_count, best=min),
     _Column(title="evicted pages", value=lambda row: row.evicted_pages, text=_count),
     _Column(title="requests", value=lambda row: row.num_requests, text=_count),
-    _Column(title="first token, mean", value=lambda row: row.ttft_s.mean, text=_seconds, best=min),
-    _Column(title="first token, p99", value=lambda row: row.ttft_s.p99, text=_seconds, best=min),
-    _Column(title="a further token", value=lambda row: row.tpot_s.mean, text=_seconds, best=min),
+    _Column(title="TTFT, mean", value=lambda row: row.ttft_s.mean, text=_seconds, best=min),
+    _Column(title="TTFT, p99", value=lambda row: row.ttft_s.p99, text=_seconds, best=min),
+    _Column(title="TPOT, mean", value=lambda row: row.tpot_s.mean, text=_seconds, best=min),
 )
 
 
@@ -172,8 +172,8 @@ def _introduction(runs: Sequence[Run]) -> str:
     versions = of_each(run.row.jenga_version for run in runs if run.row.jenga_version)
     written = f" Written by jenga {', '.join(map(escape, versions))}." if versions else ""
     return (
-        f'<p>{", ".join(common)}</p>\n<p class="muted">Bytes, tokens and steps are counted; '
-        f"seconds are those of a model of a step, not measured.{written}</p>"
+        f'<p>{", ".join(common)}</p>\n<p class="muted">Bytes, tokens and steps are counted. '
+        f"Seconds are modelled, not measured.{written}</p>"
     )
 
 
@@ -207,7 +207,7 @@ def _summary_table(runs: Sequence[Run], colours: Sequence[str]) -> str:
             f"{cells}</tr>"
         )
     return (
-        '<h2>What it came to</h2>\n<div class="scroll"><table class="summary">'
+        '<h2>Results</h2>\n<div class="scroll"><table class="summary">'
         f"<thead><tr><th>run</th>{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -256,7 +256,7 @@ def _bars(runs: Sequence[Run], colours: Sequence[str]) -> str:
             for model, indices in _by_model(runs)
         ]
         blocks.append(f"<div><h3>{escape(column.title)}</h3>{''.join(groups)}</div>")
-    return f'<h2>Side by side</h2>\n<div class="bars">{"".join(blocks)}</div>' if blocks else ""
+    return f'<h2>Comparison</h2>\n<div class="bars">{"".join(blocks)}</div>' if blocks else ""
 
 
 def _bar(css_class: str, label: str, *, colour: str, share: float, value: str) -> str:
@@ -340,12 +340,12 @@ def _batches(runs: Sequence[Run], colours: Sequence[str], charts: dict[str, Char
     ]
     axes = Axes(
         x_label="step",
-        y_label="requests decoding",
+        y_label="decoding requests",
         x_max=max(one.x[-1] for one in series),
         y_max=max(1.0, *(max(one.y) for one in series)),
     )
     charts["batch"] = chart = lines("batch", axes, series)
-    return f'<h2>Requests that decode</h2>\n<div class="wide">{chart.svg}</div>'
+    return f'<h2>Decode batch</h2>\n<div class="wide">{chart.svg}</div>'
 
 
 def _run_card(index: int, colour: str, runs: Sequence[Run], charts: dict[str, Chart]) -> str:
@@ -381,7 +381,7 @@ def _run_card(index: int, colour: str, runs: Sequence[Run], charts: dict[str, Ch
             shown = {one.name: one.colour for one in series if not one.name.endswith("not used")}
             parts += [_legend(shown), chart.svg]
     else:
-        parts.append('<p class="muted">no steps in these rows</p>')
+        parts.append('<p class="muted">The rows of this run have no steps.</p>')
     return "\n".join([*parts, "</section>"])
 
 

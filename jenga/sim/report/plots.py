@@ -10,17 +10,17 @@ from jenga.sim.results.runs import Run, of_each
 GB = 1e9
 
 METRICS: dict[str, tuple[str, Callable[[SummaryRow], float | None]]] = {
-    "tokens_per_s": ("tokens after prompts a second (modelled)", lambda row: row.tokens_per_s),
-    "requests_per_s": ("requests a second (modelled)", lambda row: row.requests_per_s),
-    "mean_decode_batch": ("requests decoding, mean", lambda row: row.mean_decode_batch),
+    "tokens_per_s": ("output tokens per second (modelled)", lambda row: row.tokens_per_s),
+    "requests_per_s": ("requests per second (modelled)", lambda row: row.requests_per_s),
+    "mean_decode_batch": ("mean number of decoding requests", lambda row: row.mean_decode_batch),
     "num_preemptions": ("preemptions", lambda row: float(row.num_preemptions)),
-    "hit_rate": ("hit tokens of prompt tokens", lambda row: row.hit_rate),
-    "waste": ("waste: held, not used", lambda row: row.waste),
-    "busy_waste": ("waste while half the batch decodes", lambda row: row.busy_waste),
-    "waste_of_bytes": ("bytes not used of bytes held", lambda row: row.waste_of_bytes),
-    "ttft_s": ("time to the first token, mean s (modelled)", lambda row: row.ttft_s.mean),
-    "tpot_s": ("time of a further token, mean s (modelled)", lambda row: row.tpot_s.mean),
-    "e2e_s": ("time of a request, mean s (modelled)", lambda row: row.e2e_s.mean),
+    "hit_rate": ("share of prompt tokens hit", lambda row: row.hit_rate),
+    "waste": ("waste: share of held bytes not used", lambda row: row.waste),
+    "busy_waste": ("waste of busy steps", lambda row: row.busy_waste),
+    "waste_of_bytes": ("waste of the bytes of all steps", lambda row: row.waste_of_bytes),
+    "ttft_s": ("mean TTFT, s (modelled)", lambda row: row.ttft_s.mean),
+    "tpot_s": ("mean TPOT, s (modelled)", lambda row: row.tpot_s.mean),
+    "e2e_s": ("mean time of a request, s (modelled)", lambda row: row.e2e_s.mean),
 }
 """Numbers of a summary, with the label of their axis and the function that reads them."""
 
@@ -31,7 +31,7 @@ AXES: dict[str, tuple[str, Callable[[StepRow], float]]] = {
 """Possible horizontal axes of a timeline, with their label and the function that reads a step."""
 
 
-_PARAMETERS = {"n": "number of articles", "rate": "requests a second"}
+_PARAMETERS = {"n": "number of articles", "rate": "requests per second"}
 """Labels of the axes of run parameters."""
 
 
@@ -89,7 +89,7 @@ def _draw_classes(axis: Any, run: Run, x: Sequence[float]) -> None:  # noqa: ANN
 def _draw_tables(axis: Any, run: Run, x: Sequence[float]) -> None:  # noqa: ANN401
     names = of_each(name for step in run.steps for name in step.tables)
     if not names:
-        axis.text(0.5, 0.5, "no page tables in these rows", ha="center", color=GREY)
+        axis.text(0.5, 0.5, "the rows have no page tables", ha="center", color=GREY)
         return
     layers: list[list[float]] = []
     colours: list[str] = []
@@ -145,7 +145,7 @@ def decode_batch(runs: Sequence[Run], *, over: str = "steps") -> Any:  # noqa: A
                 linewidth=_width(index, len(runs)),
             )
         axis.set_xlabel(x_label)
-        axis.set_ylabel("requests decoding")
+        axis.set_ylabel("decoding requests")
         axis.set_ylim(bottom=0)
         axis.set_xlim(left=0)
         axis.legend(fontsize=8)
@@ -258,8 +258,9 @@ def _value(run: Run, metric: str) -> float:
     value = METRICS[metric][1](run.required_summary())
     if value is None:
         msg = (
-            f"{run.source}: run {run.row.run!r} has no {metric}: its bytes were looked at in no "
-            f"step that decodes, or its rows are older; replay it again, with --every 1 if short"
+            f"{run.source}: run {run.row.run!r} has no {metric}: no sampled step has a decoding "
+            f"request, or an older version wrote its rows; replay it again, with --every 1 if it "
+            f"is short"
         )
         raise ValueError(msg)
     return value

@@ -236,7 +236,7 @@ def get_kv_cache_groups(
         raise Refusal.DRAFT_STATES_OF_TARGET.error(msg)
     if others and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
-            "%s keeps states of %s layers for other requests, not of %s: prefix caching is off",
+            "%s can cache states of %s layers, but not of %s layers: prefix caching is off",
             BACKEND_NAME,
             " and ".join(sorted(served)),
             " and ".join(sorted(others)),
@@ -421,8 +421,8 @@ def report_ranks(
     )
     for rank, stage in enumerate(first.stages):
         logger.info(
-            "%s: pipeline rank %d: large pages of %d bytes; small pages (layers, bytes, of which "
-            "hold nothing): %s; %d bytes beside the arena are left",
+            "%s: pipeline rank %d: large pages of %d bytes; small pages (layers, bytes, bytes of "
+            "padding): %s; %d bytes are left beside the arena",
             BACKEND_NAME,
             rank,
             stage.large_page_bytes,

@@ -22,12 +22,12 @@ def prepare_device(device: torch.device) -> None:
         skip_overflow_checks()
         logger.info_once(
             "%s: Triton's interpreter runs the kernels of attention and states on this CPU; "
-            "without TRITON_INTERPRET=1 PyTorch references take their place, which are faster",
+            "PyTorch references, which serve without TRITON_INTERPRET=1, are faster",
             BACKEND_NAME,
         )
     else:
         logger.info_once(
-            "%s: attention and states by PyTorch references on this CPU; TRITON_INTERPRET=1 "
-            "interprets the Triton kernels",
+            "%s: PyTorch references compute attention and states on this CPU; with "
+            "TRITON_INTERPRET=1, Triton's interpreter runs the kernels",
             BACKEND_NAME,
         )

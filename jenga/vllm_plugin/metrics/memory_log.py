@@ -88,7 +88,7 @@ class _Lines(RotatingFileHandler):
         """Log why a line could not be written, and write no further line."""
         self._has_failed = True
         logger.warning(
-            "%s=%r is written no further: %s",
+            "%s=%r is no longer written: %s",
             MEMORY_LOG_VARIABLE,
             self.baseFilename,
             sys.exc_info()[1],

@@ -42,8 +42,8 @@ ARENA_BYTES = Series(
     name="jenga_arena_bytes",
     labels=(*_TABLE, "state"),
     meaning=(
-        "Bytes of the arena of one GPU, by page table and state; their sum is the arena. Free "
-        "large pages and the null page have no page table."
+        "Bytes of the arena of one GPU, by page table and state. Their sum is the size of the "
+        "arena. Free large pages and the null page have no page table."
     ),
 )
 ARENA_SIZE_BYTES = Series(
@@ -60,7 +60,10 @@ LARGE_PAGES = Series(
 HOST_BYTES = Series(
     name="jenga_host_bytes",
     labels=(*_TABLE, "state"),
-    meaning="Bytes of host memory of one GPU, by page table and state; their sum is all of it.",
+    meaning=(
+        "Bytes of host memory of one GPU, by page table and state. Their sum is the size of host "
+        "memory."
+    ),
 )
 HOST_SIZE_BYTES = Series(
     name="jenga_host_size_bytes", labels=(), meaning="Bytes of the host memory of one GPU."
@@ -78,7 +81,7 @@ HIT_TOKENS = Series(
 BOUNDED_TOKENS = Series(
     name="jenga_prefix_bounded_tokens_total",
     labels=_TABLE,
-    meaning="Tokens not found where this page table allowed no longer prefix.",
+    meaning="Tokens not found because this page table allowed no longer prefix hit.",
 )
 EVICTED_BYTES = Series(
     name="jenga_evicted_bytes_total",
@@ -108,7 +111,7 @@ HOST_LOADED_BYTES = Series(
 HOST_AHEAD_BYTES = Series(
     name="jenga_host_ahead_bytes_total",
     labels=(),
-    meaning="Bytes of both that were copied beside a step, before they had to be.",
+    meaning="Bytes copied in either direction during a step, before it was necessary.",
 )
 HOST_LOST_BYTES = Series(
     name="jenga_host_lost_bytes_total",

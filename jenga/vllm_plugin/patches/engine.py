@@ -230,7 +230,7 @@ CONFIG_WATCH = (
     Replacement(
         module="vllm.config.vllm",
         name="VllmConfig.try_verify_and_update_config",
-        reason="models set a backend where none is selected, before the platform has its say",
+        reason="a model may set a backend here if none is selected, before the platform is asked",
         parameters=("self",),
         make=_try_verify_and_update_config,
     ),
@@ -238,8 +238,8 @@ CONFIG_WATCH = (
         module="vllm.platforms",
         name="current_platform.check_and_update_config",
         reason=(
-            "the one place every configuration passes; the official way to it is a platform of "
-            "one's own, which would replace the platform also where the backend is not selected"
+            "the only function that gets every configuration; the official hook is a platform "
+            "plugin, which would replace the platform even if the backend is not selected"
         ),
         parameters=("vllm_config",),
         make=_check_and_update_config,
@@ -251,14 +251,14 @@ WHEN_SELECTED = (
     Replacement(
         module="vllm.platforms",
         name="current_platform.get_attn_backend_cls",
-        reason="the CPU platform ignores a selected backend, and none says why it cannot serve",
+        reason="the CPU platform ignores the selected backend, and no platform reports a refusal",
         parameters=("selected_backend", "attn_selector_config", "num_heads"),
         make=_get_attn_backend_cls,
     ),
     Replacement(
         module="vllm.platforms",
         name="current_platform.update_block_size_for_backend",
-        reason="raises the attention block size of Mamba hybrids and pads their states to it",
+        reason="enlarges the attention blocks of Mamba hybrids and pads their states to them",
         parameters=("vllm_config",),
         make=_update_block_size_for_backend,
     ),
@@ -266,7 +266,7 @@ WHEN_SELECTED = (
         Replacement(
             module="vllm.v1.core.sched.scheduler",
             name="KVCacheManager",
-            reason="vLLM has no hook for another manager; the scheduler looks this name up",
+            reason="vLLM has no hook for another manager; the scheduler looks up this name",
             parameters=(
                 "kv_cache_config",
                 "max_model_len",
@@ -293,21 +293,21 @@ WHEN_SELECTED = (
     Replacement(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._enqueue_waiting_request",
-        reason="the manager keeps what waiting requests will read; vLLM tells it of none",
+        reason="the manager keeps pages that waiting requests will read; vLLM does not report them",
         parameters=("self", "request"),
         make=_enqueue_waiting_request,
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._preempt_request",
-        reason="the same for requests that wait again",
+        reason="the same for preempted requests, which wait again",
         parameters=("self", "request", "timestamp", "drop_stale_output"),
         make=_preempt_request,
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._update_request_as_session",
-        reason="goes on from a state that has read the token in whose place the next turn comes",
+        reason="would continue from a state that has read a token that the next turn replaces",
         parameters=("self", "session", "update"),
         make=_update_request_as_session,
     ),
@@ -315,9 +315,10 @@ WHEN_SELECTED = (
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._try_schedule_encoder_inputs",
         reason=(
-            "an encoder runs again for what is cached, and not where only the tokens after are; "
-            "where a step begins with an image whose tokens read each other, and has no room for "
-            "it, 0.32 cuts it, and 0.33 waits, even where no step is long enough"
+            "runs an encoder again although its output is cached, and does not run it if only the "
+            "decoder's tokens are cached; if a step begins with an image whose tokens read each "
+            "other, and is too short for it, 0.32 cuts the image, and 0.33 waits, even if no step "
+            "is long enough"
         ),
         parameters=(
             "self",
@@ -332,14 +333,14 @@ WHEN_SELECTED = (
     Replacement(
         module="vllm.v1.engine.core",
         name="resolve_kv_cache_block_sizes",
-        reason="hashes prefixes as coarsely as states were kept if steps had to end there",
+        reason="would hash prefixes as coarsely as vLLM keeps states, where steps have to end",
         parameters=("kv_cache_config", "vllm_config"),
         make=_resolve_kv_cache_block_sizes,
     ),
     Replacement(
         module="vllm.v1.worker.worker_base",
         name="WorkerWrapperBase.init_device",
-        reason="every worker passes it, with a device and before a model: now the names below",
+        reason="every worker calls it; after it, names of worker modules can be replaced",
         parameters=("self",),
         make=_init_device,
     ),

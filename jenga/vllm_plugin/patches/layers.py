@@ -137,7 +137,10 @@ RECURRENT_LAYERS = (
     Replacement(
         module="vllm.model_executor.layers.mamba.mamba_mixer",
         name="MambaMixer.forward_impl",
-        reason="runs on our kernels: states in place, kept on the way; vLLM has no hook for either",
+        reason=(
+            "runs on our kernels, which update states in place and keep copies of them on the way; "
+            "vLLM has no hook for either"
+        ),
         parameters=("self", "hidden_states", "output"),
         make=_served_by("jenga.vllm_plugin.layers.mamba:forward_mamba1"),
     ),
@@ -164,7 +167,7 @@ RECURRENT_LAYERS = (
     Replacement(
         module="vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
         name="QwenGatedDeltaNetAttention._fused_gdn_decode_unsupported_reason",
-        reason="where tokens are drafted, a GPU's layer has an operation that passes the above by",
+        reason="with drafts on a GPU, a fused operation would bypass the replaced function above",
         parameters=("self", "vllm_config"),
         make=_fused_gdn_decode_unsupported_reason,
     ),
@@ -172,7 +175,7 @@ RECURRENT_LAYERS = (
         Replacement(
             module=f"vllm.model_executor.layers.mamba.{module}",
             name=name,
-            reason="compiles, on some GPUs for minutes, operations that never run",
+            reason="compiles operations that never run, for minutes on some GPUs",
             parameters=("self", *inputs),
             make=_skip_warm_up(mark),
         )
@@ -194,7 +197,7 @@ RECURRENT_LAYERS = (
     Replacement(
         module="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
         name="cpu_gdn_attention_core",
-        reason="the same on the CPU, where the layers of Qwen have another operation",
+        reason="gated delta nets of Qwen use this operation on the CPU",
         parameters=("mixed_qkv", "b", "a", "core_attn_out", "layer_name"),
         make=_cpu_gdn_attention_core,
     ),
@@ -208,7 +211,7 @@ RECURRENT_LAYERS = (
     Replacement(
         module="vllm.model_executor.models.bailing_moe_v3",
         name="BailingMoeV3KimiDeltaAttention._forward",
-        reason="the same for its class of Kimi delta attention",
+        reason="the same for Bailing's own class of Kimi delta attention",
         parameters=(
             "self",
             "q_proj_states",
@@ -240,7 +243,7 @@ RECURRENT_LAYERS = (
     Replacement(
         module="vllm.model_executor.layers.mamba.linear.bailing_linear_attn",
         name="BailingMoELinearAttention.get_attn_backend",
-        reason="names a backend itself, where other recurrent layers ask vLLM's registry",
+        reason="names a backend itself; other recurrent layers ask vLLM's registry",
         parameters=("self",),
         make=_get_attn_backend,
     ),

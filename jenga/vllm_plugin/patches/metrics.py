@@ -87,7 +87,7 @@ METRICS = (
     Replacement(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler.make_stats",
-        reason="vLLM's statistics of a step have no field for another manager's",
+        reason="vLLM's statistics of a step have no field for readings of another manager",
         parameters=(
             "self",
             "spec_decoding_stats",
@@ -102,8 +102,9 @@ METRICS = (
         module="vllm.v1.metrics.loggers",
         name="StatLoggerManager.record",
         reason=(
-            "takes them out where they arrive; a logger by entry point would switch statistics on "
-            "in every engine where the package is installed, and is not asked for offline"
+            "takes these readings out of the statistics; a logger by entry point would switch "
+            "statistics on in every engine where the package is installed, and offline engines do "
+            "not use it"
         ),
         parameters=("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
         make=_record,
@@ -111,7 +112,7 @@ METRICS = (
     Replacement(
         module="prometheus_client.multiprocess",
         name="MultiProcessCollector.collect",
-        reason="of several API servers any is scraped, and shows what vLLM's metrics wrote alone",
+        reason="with several API servers, the scraped one shows only values of vLLM's own metrics",
         parameters=("self",),
         make=_collect,
     ),

@@ -127,7 +127,7 @@ FUNCTIONS = (
     Replacement(
         module="vllm.v1.core.kv_cache_utils",
         name="get_kv_cache_groups",
-        reason="unifies page sizes; ours keeps one page table per layer type",
+        reason="makes page sizes equal; our page tables have small pages of different sizes",
         parameters=("vllm_config", "kv_cache_spec"),
         make=_get_kv_cache_groups,
         series=("0.32",),
@@ -135,7 +135,7 @@ FUNCTIONS = (
     Replacement(
         module="vllm.v1.core.kv_cache_utils",
         name="get_kv_cache_config_from_groups",
-        reason="one block size and one number of blocks for all groups",
+        reason="assumes one block size and one number of blocks for all groups",
         parameters=("vllm_config", "kv_cache_groups", "available_memory"),
         make=_when_selected("get_kv_cache_config_from_groups"),
         series=("0.32",),
@@ -143,7 +143,7 @@ FUNCTIONS = (
     Replacement(
         module="vllm.v1.core.kv_cache_utils",
         name="_pool_bytes_per_block",
-        reason="vLLM's unit of the whole pool is our large page",
+        reason="the unit of vLLM's block pool is our large page",
         parameters=("vllm_config", "kv_cache_groups"),
         make=_when_selected("pool_bytes_per_block"),
         series=("0.32",),
@@ -151,7 +151,7 @@ FUNCTIONS = (
     Replacement(
         module="vllm.v1.core.kv_cache_utils",
         name="_max_memory_usage_bytes_from_groups",
-        reason="counts a small page of any group as a whole block, and so refuses what fits",
+        reason="counts each small page as a whole block, and so refuses requests that fit",
         parameters=("vllm_config", "kv_cache_groups"),
         make=_when_selected("max_memory_usage_bytes_from_groups"),
         series=("0.32",),
@@ -163,7 +163,7 @@ RANKS = (
     Replacement(
         module="vllm.v1.engine.core",
         name="resolve_kv_cache_layout",
-        reason="takes all ranks to know the same layouts; one without attention layers takes any",
+        reason="expects equal layouts of all ranks; a rank without attention layers supports any",
         parameters=("vllm_config", "supported_layouts", "kv_cache_specs"),
         make=_resolve_kv_cache_layout,
     ),
@@ -171,7 +171,7 @@ RANKS = (
         Replacement(
             module=module,
             name="_project_kv_cache_groups_to_worker",
-            reason="knows names of layers alone; a rank's large page is as long as its layers take",
+            reason="compares only names of layers; large pages are as long as a rank's layers need",
             parameters=("global_kv_cache_groups", "worker_spec"),
             make=_project_kv_cache_groups_to_worker,
             series=(series,),
@@ -184,7 +184,7 @@ RANKS = (
     Replacement(
         module="vllm.v1.engine.core",
         name="get_global_kv_cache_groups",
-        reason="does not tell who groups the layers which of them share a rank of a pipeline",
+        reason="does not tell the grouping of layers which of them share a pipeline rank",
         parameters=("vllm_config", "kv_cache_specs"),
         make=_get_global_kv_cache_groups,
         series=("0.33",),
@@ -194,8 +194,8 @@ RANKS = (
             module="vllm.v1.engine.core",
             name="get_kv_cache_configs",
             reason=(
-                "the same in 0.32; it knows in the end what all ranks have room for, and says of "
-                "one after the other that it is too little, in GiB"
+                "the same in 0.32; in both versions, only it knows how much fits on all ranks, and "
+                "it reports one rank after the other, in GiB"
             ),
             parameters=("vllm_config", "kv_cache_specs", "available_memory", *further),
             make=_get_kv_cache_configs,
@@ -210,7 +210,7 @@ HOOK = (
     Replacement(
         module="vllm.platforms",
         name="current_platform.get_kv_cache_config_builder_cls",
-        reason="the official hook, which only a platform of one's own could fill",
+        reason="the official hook, which otherwise only a platform plugin could use",
         parameters=("vllm_config",),
         make=_get_kv_cache_config_builder_cls,
         series=("0.33",),
@@ -218,7 +218,7 @@ HOOK = (
     Replacement(
         module="vllm.v1.core.kv_cache_planning",
         name="_max_memory_usage_bytes_from_groups",
-        reason="counts a small page of any group as a whole block; the hook is not asked",
+        reason="counts each small page as a whole block, and does not ask the hook",
         parameters=("builder", "vllm_config", "kv_cache_groups"),
         make=_when_selected("max_memory_usage_bytes_from_groups", num_before=1),
         series=("0.33",),
@@ -230,7 +230,7 @@ IN_ALL = (
     Replacement(
         module="vllm.v1.core.kv_cache_utils",
         name="get_max_concurrency_for_kv_cache_config",
-        reason="the same count, in the capacity that vLLM reports",
+        reason="counts blocks in the same way, for the capacity that vLLM reports",
         parameters=("vllm_config", "kv_cache_config"),
         make=_when_selected("max_concurrency"),
     ),

@@ -209,14 +209,17 @@ WORKERS = (
     Replacement(
         module="vllm.v1.worker.gpu_worker",
         name="warmup_kernels",
-        reason="its prompts are so short that layers decode them: the first long one would compile",
+        reason=(
+            "its prompts are so short that layers treat them as decode, so the first long prompt "
+            "would have to compile kernels"
+        ),
         parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
         make=_warmup_kernels,
     ),
     Replacement(
         module="vllm.v1.worker.gpu_worker",
         name="Worker.get_kv_cache_spec",
-        reason="tells the planner what layers store, and not with which kernels they read it",
+        reason="tells the planner the caches of layers, but not which kernels read them",
         parameters=("self",),
         make=_get_kv_cache_spec,
     ),
@@ -224,8 +227,8 @@ WORKERS = (
         module="vllm.v1.worker.gpu_worker",
         name="Worker.initialize_from_config",
         reason=(
-            "makes the arena, beside which host memory is to be; vLLM's is a KV connector's. From "
-            "then on kernels can be tried on what layers store"
+            "allocates the arena, in addition to which host memory is needed (vLLM's belongs to a "
+            "KV connector); after it, trials of kernels can run on the caches of layers"
         ),
         parameters=("self", "kv_cache_config"),
         make=_initialize_from_config,
@@ -234,7 +237,7 @@ WORKERS = (
         Replacement(
             module=module,
             name=name,
-            reason="asks for hundreds of large pages, of which captured requests touch one",
+            reason="asks for hundreds of large pages, but captured requests touch only one",
             parameters=(runner,),
             make=_init_minimal_kv_cache_for_profiling,
             series=("0.33",),
@@ -256,8 +259,9 @@ WORKERS = (
         module="vllm.v1.worker.gpu_model_runner",
         name="GPUModelRunner._batch_mm_inputs_from_scheduler",
         reason=(
-            "encodes in the order of the schedule, but cross attention stores in that of the "
-            "batch: a request resumed beside a new one gets its audio. Its other runner sorts"
+            "encodes in the order of the schedule, but cross attention stores in the order of the "
+            "batch, so that a resumed request gets the audio of a new one; vLLM's other runner "
+            "sorts the inputs"
         ),
         parameters=("self", "scheduler_output"),
         make=_batch_mm_inputs_from_scheduler,
@@ -266,8 +270,8 @@ WORKERS = (
         module="vllm.v1.worker.gpu_model_runner",
         name="GPUModelRunner._determine_batch_execution_and_padding",
         reason=(
-            "replays graphs of decoding requests by the number of tokens alone, also where a "
-            "prompt begins with so many, or reads an image. Its other runner asks"
+            "chooses CUDA graphs of decoding requests by the number of tokens alone, even if a "
+            "prompt begins with that many tokens or reads an image; vLLM's other runner checks this"
         ),
         parameters=(
             "self",
@@ -288,14 +292,17 @@ WORKERS = (
     Replacement(
         module="vllm.v1.worker.gpu.model_states.encoder_decoder",
         name="EncoderDecoderModelState.prepare_inputs_embeds",
-        reason="knows for which requests of the batch it encodes; cross attention is not told",
+        reason="knows which requests it encodes for, but does not tell cross attention",
         parameters=("self", "scheduled_encoder_inputs", "input_batch", "req_states"),
         make=_prepare_inputs_embeds,
     ),
     Replacement(
         module="vllm.model_executor.layers.attention.attention",
         name="Attention.__init__",
-        reason="MiMo-V2 asks by name for backends that tell values from keys by width; ours does",
+        reason=(
+            "MiMo-V2 asks by name for a backend in which keys and values have different widths; "
+            "ours supports them too"
+        ),
         parameters=(
             "self",
             "num_heads",
@@ -321,14 +328,14 @@ WORKERS = (
     Replacement(
         module="vllm.model_executor.layers.attention.cross_attention",
         name="create_cross_attention_backend",
-        reason="stores for every request that begins, also over what it found and others read",
+        reason="stores for every request that begins, even over cached pages that others read",
         parameters=("underlying_attn_backend",),
         make=_create_cross_attention_backend,
     ),
     Replacement(
         module="vllm.model_executor.layers.attention.chunked_local_attention",
         name="create_chunked_local_attention_backend",
-        reason="cuts a request into one per chunk on the host; our kernels mask chunks themselves",
+        reason="cuts requests into one per chunk on the host; our kernels mask chunks themselves",
         parameters=("underlying_attn_backend", "attention_chunk_size"),
         make=_create_chunked_local_attention_backend,
     ),
@@ -336,7 +343,7 @@ WORKERS = (
         Replacement(
             module=module,
             name=f"GPUModelRunner.{name}",
-            reason="copies a block id in every group; ours name a page table, and states to keep",
+            reason="copies a block id in every group; ours name a page table, or states to keep",
             parameters=("self", "scheduler_output"),
             make=_takes_orders,
         )

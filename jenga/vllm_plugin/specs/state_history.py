@@ -111,8 +111,8 @@ def with_histories(
         msg = f"a model without {layers}"
         raise Refusal.HISTORIES.error(msg)
     logger.info(
-        "%s: %s keep what up to %d tokens brought in beside their states, and write these when "
-        "there is no room for more",
+        "%s: %s keep the inputs of up to %d tokens beside a state, and write the state when there "
+        "is no room for more",
         BACKEND_NAME,
         " and ".join(sorted({kind.layers for kind in found.values()})),
         num_tokens,

@@ -122,13 +122,13 @@ def _verdicts(calls: Mapping[str, Call], device: torch.device, *, start: str) ->
                 held = _hold(missing, device, until)
                 kept.write(held)
             else:
-                held = _untried(missing, f"another process did not end its own in {START_S:g} s")
+                held = _untried(missing, f"another process did not end its trials in {START_S:g} s")
             verdicts |= held
     for key, verdict in verdicts.items():
         if not verdict.is_passed:
             logger.warning(
-                "The kernels of %s for this GPU have not passed their trial (%s); those of all "
-                "GPUs are used, which may be slower.%s",
+                "The specialised kernels of %s have not passed their trial (%s); the generic "
+                "kernels are used, which may be slower.%s",
                 verdict.operation,
                 verdict.reason,
                 kept.hint(key) if verdict.is_final else "",
@@ -141,9 +141,9 @@ def _hold(calls: Mapping[str, Call], device: torch.device, until: float) -> dict
         return {}
     limit_s = until - time.monotonic()
     if limit_s <= 0:
-        return _untried(calls, f"others took the {START_S:g} s that a start has for trials")
+        return _untried(calls, f"other trials took the {START_S:g} s that a start has for them")
     logger.info(
-        "Trying the kernels of %s for this GPU, once on this machine and for %.0f s at most",
+        "Trying the specialised kernels of %s, once on this machine and for %.0f s at most",
         " and ".join(sorted({call.operation for call in calls.values()})),
         limit_s,
     )
@@ -167,7 +167,7 @@ def _folder(device: torch.device) -> Path | None:
         folder = trials_folder(torch.cuda.get_device_name(device), triton.__version__)
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        logger.warning("What comes of trials of kernels is not kept: %s", error)
+        logger.warning("Verdicts of kernel trials are not stored: %s", error)
         return None
     return folder
 
@@ -186,7 +186,7 @@ class _Kept:
         """Get a sentence that says how to repeat a trial, if its verdict is stored."""
         if self._folder is None:
             return ""
-        return f" Another trial is held once {self._folder / key}.json is removed."
+        return f" The trial is repeated once {self._folder / key}.json is removed."
 
     def read(self, keys: Iterable[str]) -> dict[str, Verdict]:
         """Get the stored verdicts that count for this start, by keys."""
@@ -206,7 +206,7 @@ class _Kept:
                 partial.write_text(json.dumps(said) + "\n", encoding="utf-8")
                 partial.rename(self._folder / f"{key}.json")
         except OSError as error:
-            logger.warning("What comes of trials of kernels is not kept: %s", error)
+            logger.warning("Verdicts of kernel trials are not stored: %s", error)
 
     @contextmanager
     def locked(self, keys: Iterable[str], until: float) -> Generator[bool]:
@@ -225,7 +225,7 @@ class _Kept:
         try:
             file = None if self._folder is None else (self._folder / f"{name}.lock").open("w")
         except OSError as error:
-            logger.warning("Trials of kernels do not wait for those of other ranks: %s", error)
+            logger.warning("Kernel trials do not wait for those of other ranks: %s", error)
             file = None
         if file is None:
             yield True
@@ -256,7 +256,7 @@ def _take(file: TextIO, until: float) -> bool:
                 return False
             if not is_waiting:
                 logger.info(
-                    "Another process tries kernels for this GPU (%s); waiting for it, %.0f s at "
+                    "Another process tries specialised kernels (%s); waiting for it, %.0f s at "
                     "most",
                     file.name,
                     until + ENDED_S - now,
@@ -264,7 +264,7 @@ def _take(file: TextIO, until: float) -> bool:
                 is_waiting = True
             time.sleep(POLL_S)
         except OSError as error:  # a file system without locks
-            logger.warning("Trials of kernels do not wait for those of other ranks: %s", error)
+            logger.warning("Kernel trials do not wait for those of other ranks: %s", error)
             return True
         else:
             return True

@@ -54,7 +54,7 @@ class HostMemory:
             raise MemoryError(msg) from error
         self._is_copying = False  # whether that stream has copies that no step has waited for
         logger.info(
-            "%s: %d bytes of host memory on this rank for what its arena evicts",
+            "%s: %d bytes of host memory on this rank for pages that its arena evicts",
             BACKEND_NAME,
             num_bytes,
         )
