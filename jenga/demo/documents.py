@@ -67,8 +67,14 @@ def document_text(document: int) -> str:
 
 
 def question_text(question: int) -> str:
-    """Get a question that differs from the others after a few words."""
-    return f"\nHow many boxes of apples came in on day {7 * question + 3}?\nAnswer:"
+    """Get a question of some 35 tokens that differs from the others after a few words.
+
+    Where a question has fewer tokens than a block, vLLM's default finds all of the document.
+    """
+    return (
+        f"\nQuestion: how many boxes of apples came in on day {7 * question + 3} of this ledger, "
+        f"and how many of them went out again on that same day?\nAnswer:"
+    )
 
 
 def prompts(
