@@ -1,9 +1,11 @@
 """The command line: `jenga <command>`."""
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +23,13 @@ _DISTRIBUTION = "jenga-kv"
 EXIT_MISTAKE = 2
 """Exit code of a command that could not do its work; argparse uses the same for bad arguments."""
 
+_QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Variables by which other packages keep to errors; what is set already counts."""
+
 EXIT_UNREAD = 141
 """Exit code when the reader of the output has closed the pipe (`| head`), as after SIGPIPE."""
 
@@ -29,7 +38,10 @@ Serve a few prompts with a real vLLM engine on JENGA_TRITON and show what memory
 
 Without --model the model is Gemma 3 270M (15 sliding-window and 3 full-attention layers), whose
 weights come with the extra `demo`. On a machine without an NVIDIA GPU, plain PyTorch references
-take the kernels' place; with TRITON_INTERPRET=1 Triton's interpreter runs the kernels."""
+take the kernels' place; with TRITON_INTERPRET=1 Triton's interpreter runs the kernels.
+
+At the end stock vLLM and JENGA_TRITON, with the same bytes for their caches, are asked several
+questions on documents, and what each found and computed is counted."""
 
 _DEMO_EPILOG = """\
 examples:
@@ -68,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        code = options.run(options)
+        with _quiet_packages():
+            code = options.run(options)
         print(end="", flush=True)
     except BrokenPipeError:
         _drop_output()
@@ -88,6 +101,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print(f"jenga: error: {message}", file=sys.stderr)
     return EXIT_MISTAKE
+
+
+@contextmanager
+def _quiet_packages() -> Generator[None]:
+    """Let vLLM and transformers, here and in processes started, say no more than errors.
+
+    vLLM's loggers write on standard error before an engine configures them.
+    """
+    loggers = [logging.getLogger(name) for name in ("vllm", "transformers")]
+    levels = [logger.level for logger in loggers]
+    missing = {key: value for key, value in _QUIET.items() if key not in os.environ}
+    os.environ.update(missing)
+    if "VLLM_LOGGING_LEVEL" in missing:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for key in missing:
+            os.environ.pop(key, None)
 
 
 def _drop_output() -> None:
@@ -163,8 +198,6 @@ def _make_engine(
 
     The simulator gets it from here because it imports neither vLLM nor the plugin.
     """
-    # vLLM's GPU build logs warnings on a machine without a GPU. Real errors are raised anyway.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from jenga.engine_scheduler import make_engine
 
     return make_engine(manager, machine, settings)
@@ -207,6 +240,18 @@ def _configure_demo(parser: argparse.ArgumentParser) -> None:
         help="size of the arena, in MiB (default: %(default)s)",
     )
     parser.add_argument(
+        "--without-documents",
+        action="store_true",
+        help="leave out the ending: two engines more, asked about documents (about a minute)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("jenga-demo.svg"),
+        metavar="FILE",
+        help="where the ending's picture is written, as SVG (default: %(default)s)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on standard output"
     )
     parser.set_defaults(run=_demo, extras="jenga-kv[vllm,demo]")
@@ -232,6 +277,10 @@ def _demo(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         model_directory=options.model,
         arena_bytes=options.arena_mib << 20,
+        picture=None if options.without_documents else options.picture,
     )
     print(as_json(result) if options.json else as_text(result))
+    if result.ending_failure:
+        print(f"jenga: error: {result.ending_failure}", file=sys.stderr)
+        return EXIT_MISTAKE
     return 0

@@ -1,9 +1,12 @@
 import builtins
 import json
+import logging
 import os
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +38,13 @@ def test_demo_help_shows_an_example_of_every_option_that_takes_a_value(capsys):
     code, output, _ = run(capsys, "demo", "--help")
 
     assert code == 0
-    for option in ("--prompt TEXT", "--max-tokens N", "--model DIRECTORY", "--arena-mib N"):
+    for option in (
+        "--prompt TEXT",
+        "--max-tokens N",
+        "--model DIRECTORY",
+        "--arena-mib N",
+        "--picture FILE",
+    ):
         assert option in output
 
 
@@ -95,6 +104,84 @@ def test_a_failure_is_one_line_and_no_traceback(capsys, monkeypatch, error, mess
     code, output, errors = run(capsys, "demo")
 
     assert (code, output, errors) == (cli.EXIT_MISTAKE, "", f"jenga: error: {message}\n")
+
+
+def test_a_demo_whose_ending_failed_prints_the_rest_and_fails(capsys, monkeypatch):
+    result = SimpleNamespace(ending_failure="stock vLLM failed: no memory")
+    monkeypatch.setattr("jenga.demo.run.run_demo", lambda **_: result)
+    monkeypatch.setattr("jenga.demo.report.as_text", lambda _: "the rest")
+
+    code, output, errors = run(capsys, "demo")
+
+    assert (code, output) == (cli.EXIT_MISTAKE, "the rest\n")
+    assert errors == "jenga: error: stock vLLM failed: no memory\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "picture"),
+    [
+        ([], Path("jenga-demo.svg")),
+        (["--picture", "a.svg"], Path("a.svg")),
+        (["--without-documents"], None),
+    ],
+    ids=["default", "named", "left_out"],
+)
+def test_demo_is_told_where_its_picture_goes(capsys, monkeypatch, given, picture):
+    asked = {}
+    result = SimpleNamespace(ending_failure="")
+    monkeypatch.setattr(
+        "jenga.demo.run.run_demo", lambda **options: asked.update(options) or result
+    )
+    monkeypatch.setattr("jenga.demo.report.as_text", lambda _: "")
+
+    code, _, _ = run(capsys, "demo", *given)
+
+    assert code == 0
+    assert asked["picture"] == picture
+
+
+def test_other_packages_say_no_more_than_errors_while_a_command_runs(capsys, monkeypatch):
+    for name in cli._QUIET:
+        monkeypatch.delenv(name, raising=False)
+    child = logging.getLogger("vllm.config.model")
+    level = logging.getLogger("vllm").level
+    seen = []
+
+    def look(**_):
+        seen.append(os.environ["VLLM_LOGGING_LEVEL"])
+        seen.append((child.isEnabledFor(logging.WARNING), child.isEnabledFor(logging.ERROR)))
+        raise ValueError
+
+    monkeypatch.setattr("jenga.demo.run.run_demo", look)
+
+    run(capsys, "demo")
+
+    assert seen == ["ERROR", (False, True)]
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+    assert logging.getLogger("vllm").level == level
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "gemma-3-27b", "--gpu=H200"],
+        ["doctor", "gemma-3-27b"],
+        [
+            *("replay", "--model=gemma-3-4b", "--gpu=L4", "--manager=vllm", "--quiet"),
+            "--trace=articles:num_articles=1,num_questions=2,article_tokens=2000",
+        ],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_that_ask_vllm_write_nothing_on_standard_error(arguments):
+    ended = subprocess.run(
+        [sys.executable, "-m", "jenga", *arguments], capture_output=True, text=True, check=False
+    )
+
+    assert ended.stdout
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize("model", ["--list", "llama-3.2-1b"])

@@ -5,12 +5,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from jenga.demo.documents import OUTPUT_TOKENS
+from jenga.demo.ending import Ending
 from jenga.demo.memory import Step, StoredTable, Timeline
+from jenga.demo.modelled import LARGE_MODEL
+from jenga.demo.picture import bars_text
 from jenga.demo.run import Completion, DemoResult
 from jenga.demo.stock import StockTimeline
+from jenga.sim.arenas.vllm_plan import BLOCK_TOKENS
+from jenga.sim.drawing.text import wrapped
 
 _MAX_ROWS = 18
 """Steps shown of a timeline; the peak is always among them."""
+
+_WIDTH = 100
+"""Characters of the widest line of prose."""
 
 _SHOWN_CHARACTERS = 66
 """Of a prompt, from its end."""
@@ -28,6 +37,7 @@ def as_text(result: DemoResult) -> str:
         _geometry(result.timeline, result.arena_bytes),
         _memory(result.timeline, result.stock),
         _speed(result),
+        *_ending(result),
     ]
     return "\n\n".join(sections)
 
@@ -157,6 +167,91 @@ def _speed(result: DemoResult) -> str:
     if result.computed_by != "compiled kernels":
         lines.append("(on a CPU the engine runs for its results; its speed is no measure)")
     return "\n".join(lines)
+
+
+def _ending(result: DemoResult) -> list[str]:
+    ending = result.ending
+    if ending is None:
+        reason = result.ending_failure or result.ending_left_out
+        return [f"Questions on documents are left out: {reason}"] if reason else []
+    return [
+        "\n".join(
+            [
+                *_documents(ending),
+                "",
+                *bars_text([ending.stock.bar, ending.ours.bar]),
+                "",
+                *_picture(ending),
+            ]
+        ),
+        _seconds(ending),
+        _plan(ending),
+    ]
+
+
+def _documents(ending: Ending) -> list[str]:
+    others = ", ".join(f"{name} {found:,}" for name, found in ending.found_by_setting.items())
+    texts = "equal" if ending.has_equal_texts else "not equal"
+    what = (
+        f"{ending.num_documents} documents of {ending.document_tokens:,} tokens, "
+        f"{ending.num_questions} questions on each, in turns; {OUTPUT_TOKENS} tokens an answer. "
+        f"Each cache has {_bytes(ending.arena_bytes)}, and all tokens in all layers would take "
+        f"{_bytes(ending.all_bytes)}."
+    )
+    how = (
+        f"vLLM runs with blocks of {BLOCK_TOKENS} tokens and {ending.stock.setting}. Tokens found "
+        f"in each setting, by a replay on its manager: {others}."
+    )
+    same = f"The texts that both engines generated are {texts}."
+    return [
+        _heading("Questions on documents, by two engines (counted)"),
+        *(line for text in (what, how, same) for line in wrapped(text, width=_WIDTH)),
+    ]
+
+
+def _picture(ending: Ending) -> list[str]:
+    if ending.picture is None:
+        return [f"No picture was written: {ending.picture_refusal}"]
+    return [f"picture: {ending.picture}"]
+
+
+def _seconds(ending: Ending) -> str:
+    gpu = ending.gpu
+    where = gpu.timed if gpu.name else f"{gpu.timed}, assumed: no GPU is here"
+    if gpu.name and gpu.timed != gpu.planned:
+        where = f"{gpu.timed}, in place of {gpu.name}, which the model of time does not know"
+    rows = [("", ending.stock.name, ending.ours.name)]
+    if ending.stock.seconds is not None and ending.ours.seconds is not None:
+        rows.append(("this model", _ms(ending.stock.seconds), _ms(ending.ours.seconds)))
+    rows.append(
+        (
+            f"{LARGE_MODEL}, for the same tokens",
+            _ms(ending.stock.large_model_seconds),
+            _ms(ending.ours.large_model_seconds),
+        )
+    )
+    return "\n".join(
+        [
+            _heading(f"Time to read these prompts on a GPU (modelled: {where})"),
+            *_aligned(rows),
+            "A roofline gives these times; nobody measured them. A CPU's seconds say nothing.",
+        ]
+    )
+
+
+def _plan(ending: Ending) -> str:
+    gpu = ending.gpu
+    where = f"your {gpu.name}" if gpu.name else f"an {gpu.planned}, assumed: no GPU is here"
+    lines = [_heading(f"`jenga plan` for {where}")]
+    if ending.plan is None:
+        lines.append(f"It refuses: {ending.plan_refusal}")
+    else:
+        lines += [f"$ {ending.plan.command}", "...", ending.plan.text]
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

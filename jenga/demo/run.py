@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from jenga.demo.ending import Ending, run_ending
 from jenga.demo.memory import Timeline, read_memory_log
+from jenga.demo.modelled import ReadersGpu, readers_gpu
 from jenga.demo.stock import StockTimeline, replay_on_stock
 from jenga.demo.weights import gemma3_270m_directory
 
@@ -71,6 +73,9 @@ class DemoResult:
         generate_s: Seconds from the first prompt handed in to the last token.
         timeline: What the arena held.
         stock: What vLLM's own manager would have held.
+        ending: What vLLM and we made of documents; None where it was left out.
+        ending_left_out: Why it was.
+        ending_failure: What failed, where something did.
     """
 
     model: str
@@ -83,6 +88,9 @@ class DemoResult:
     generate_s: float
     timeline: Timeline
     stock: tuple[StockTimeline, ...]
+    ending: Ending | None = None
+    ending_left_out: str = ""
+    ending_failure: str = ""
 
 
 def default_prompts() -> list[str]:
@@ -105,6 +113,7 @@ def run_demo(
     arena_bytes: int,
     prompts: Sequence[str] | None = None,
     model_directory: Path | None = None,
+    picture: Path | None = None,
 ) -> DemoResult:
     """Serve prompts with a real engine and collect what it held.
 
@@ -115,6 +124,7 @@ def run_demo(
         arena_bytes: Size of the arena.
         prompts: Texts to continue; `default_prompts` if None.
         model_directory: A model in Hugging Face's form; Gemma 3 270M if None.
+        picture: File for the ending's picture; None leaves the ending out.
 
     Raises:
         ModuleNotFoundError: vLLM, or what the default model needs, is not installed.
@@ -134,6 +144,7 @@ def run_demo(
             max_tokens=max_tokens,
             arena_bytes=arena_bytes,
             model_directory=model_directory,
+            picture=picture,
             progress=progress,
         )
 
@@ -144,6 +155,7 @@ def _run(
     max_tokens: int,
     arena_bytes: int,
     model_directory: Path | None,
+    picture: Path | None,
     progress: TextIO,
 ) -> DemoResult:
     # First, because preparing the weights imports what reads it.
@@ -171,7 +183,9 @@ def _run(
     timeline = read_memory_log(folder / "memory.jsonl")
     with _engine_output(folder / "stock.log"):
         stock = replay_on_stock(timeline, options)
-    shutil.rmtree(folder)
+    ending, left_out, failure = _ending(options, picture, folder, progress)
+    if not failure:
+        shutil.rmtree(folder)
     return DemoResult(
         model=str(directory),
         dtype=dtype,
@@ -183,11 +197,60 @@ def _run(
         generate_s=generate_s,
         timeline=timeline,
         stock=tuple(stock),
+        ending=ending,
+        ending_left_out=left_out,
+        ending_failure=failure,
     )
+
+
+def _ending(
+    options: dict[str, Any], picture: Path | None, folder: Path, progress: TextIO
+) -> tuple[Ending | None, str, str]:
+    """Run the ending.
+
+    Returns:
+        It, or None; why it was left out, if it was; what failed, if something did.
+    """
+    if picture is None:
+        return None, "--without-documents", ""
+
+    @contextmanager
+    def waiting(what: str) -> Generator[None]:
+        with _heartbeat(what, progress), _engine_output(folder / "ending.log"):
+            yield
+
+    directory = Path(options["model"])
+    try:
+        ending = run_ending(
+            model=directory,
+            dtype=options["dtype"],
+            position_limit=_position_limit(directory),
+            gpu=_readers_gpu(),
+            options={key: options[key] for key in options if key == "gpu_memory_utilization"},
+            picture=picture,
+            folder=folder,
+            waiting=waiting,
+        )
+    except ValueError as error:
+        return None, str(error), ""
+    except RuntimeError as error:
+        return None, "", str(error)
+    return ending, "", ""
+
+
+def _readers_gpu() -> ReadersGpu:
+    if not has_gpu():
+        return readers_gpu()
+    import torch
+
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    return readers_gpu(torch.cuda.get_device_name(0), memory_bytes)
 
 
 def _prepare_environment(environ: MutableMapping[str, str]) -> None:
     """Set what vLLM and Triton read when imported, here and in the processes they start."""
+    environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # The engine's argument selects the backend; the replay on vLLM's own manager must not.
     environ.pop("VLLM_ATTENTION_BACKEND", None)
     environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -7,6 +7,7 @@ from jenga.demo.memory import read_memory_log
 from jenga.demo.report import as_json, as_text
 from jenga.demo.run import Completion, DemoResult, default_prompts
 from jenga.demo.stock import StockTimeline
+from tests.demo.test_ending import CONFIG, make_ending
 from tests.demo.timelines import write_log
 
 
@@ -99,6 +100,30 @@ def test_report_of_a_run_that_held_nothing_compares_nothing(tmp_path, steps):
     text = as_text(make_result(tmp_path / "log", steps=steps))
 
     assert "held / needed" not in text
+
+
+def test_report_ends_with_what_both_engines_found(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    ending = make_ending(tmp_path, tmp_path / "picture.svg")
+
+    text = as_text(make_result(tmp_path / "log", ending=ending))
+
+    last = text.split("Questions on documents, by two engines (counted)")[1]
+    assert "1,800 found, 4,200 computed" in last
+    assert "3,840 found, 2,160 computed" in last
+    assert "The texts that both engines generated are equal." in last
+    assert f"picture: {tmp_path}/picture.svg" in last
+    assert "retention interval 512. Tokens found" in last
+    assert "(modelled: H100-80G, assumed: no GPU is here)" in last
+    assert "`jenga plan` for an H100-80G, assumed" in last
+
+
+def test_report_says_why_the_ending_is_left_out(tmp_path):
+    short = as_text(make_result(tmp_path / "log", ending_left_out="the model reads 300 tokens"))
+    failed = as_text(make_result(tmp_path / "log", ending_failure="stock vLLM failed: cause"))
+
+    assert short.endswith("Questions on documents are left out: the model reads 300 tokens")
+    assert failed.endswith("Questions on documents are left out: stock vLLM failed: cause")
 
 
 def test_json_holds_all_of_the_result(tmp_path):

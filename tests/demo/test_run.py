@@ -126,7 +126,9 @@ def jenga_demo(*arguments):
 def test_demo_serves_real_weights_and_accounts_for_their_memory():
     prompts = ["The capital of France is", "Water boils at"]
 
-    process = jenga_demo("--json", "--max-tokens=6", *(f"--prompt={p}" for p in prompts))
+    process = jenga_demo(
+        "--json", "--without-documents", "--max-tokens=6", *(f"--prompt={p}" for p in prompts)
+    )
 
     assert process.returncode == 0, process.stderr[-2000:]
     result = json.loads(process.stdout)
