@@ -20,7 +20,7 @@ from typing import Any
 from jenga.cli import main as run_jenga
 from perf.sweeps.table_waste import machine_line
 
-ROWS = Path(__file__).parent / "results" / "cpu" / "recipe_plans.jsonl"
+ROWS = Path(__file__).parents[1] / "results" / "cpu" / "recipe_plans.jsonl"
 
 LENGTH_TOKENS = (1024, 8192, 32768)
 """Lengths of the requests that the table counts, in tokens."""
