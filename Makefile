@@ -82,6 +82,7 @@ lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/python -m tests.plain_english
 
 format: $(ENVIRONMENT) ## rewrite the files in the house format
 	$(BIN)/ruff format .

@@ -1,7 +1,8 @@
-"""An engine in a process of its own that answers the questions of `jenga.demo.documents`.
+"""Program that answers the questions of `jenga.demo.documents` with an engine of its own.
 
-Usage: `python -m jenga.demo.document_engine JOB ANSWERS`. The first file has the engine's options
-and the tokens of a document, as JSON; the second is written: a list of answers.
+Usage: `python -m jenga.demo.document_engine JOB ANSWERS`. JOB is a JSON file
+with the engine's options and the number of tokens of a document. The program writes ANSWERS, a
+list of answers as JSON.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The ending's workload: documents asked several questions each, in turns.
+"""Workload of the demo's ending: documents, and several questions on each of them, in turns.
 
-It needs neither vLLM nor torch.
+This module needs neither vLLM nor torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 NUM_DOCUMENTS = 2
 NUM_QUESTIONS = 3
 DOCUMENT_TOKENS = 1600
-"""Of a document: three windows of the default model and more."""
+"""Number of tokens of a document. It is more than three windows of the default model."""
 
 OUTPUT_TOKENS = 4
-"""Of an answer."""
+"""Number of tokens of an answer."""
 
 QUESTION_TOKENS = 64
-"""No question and answer together has more, in a tokenizer of any usual kind."""
+"""Largest number of tokens of a question and its answer together, with any usual tokenizer."""
 
 LEAST_DOCUMENT_TOKENS = 256
-"""A model that reads no more than this is not asked."""
+"""Smallest number of tokens of a document. A model that reads too few tokens for it is refused."""
 
 _DAYS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an engine made of one question.
+    """An engine's answer to one question.
 
     Attributes:
-        document: Number of the document that came before it.
-        question: Its number among the questions on that document.
-        prompt_tokens: Tokens of document and question.
-        found_tokens: Those of them found in the cache.
-        text: What was generated.
+        document: Index of the document that the question is on.
+        question: Index of the question among those on that document.
+        prompt_tokens: Number of tokens of document and question together.
+        found_tokens: Number of these tokens that were found in the cache.
+        text: Generated text.
     """
 
     document: int
@@ -43,20 +43,20 @@ class Answer:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that were not found."""
+        """Number of tokens of the prompt that were not found in the cache."""
         return self.prompt_tokens - self.found_tokens
 
 
 def turns() -> list[tuple[int, int]]:
-    """Get the numbers of document and question, in the order they are asked.
+    """Get the indices of document and question of each prompt, in the order of asking.
 
-    The first question on every document comes before the second one on any.
+    The first question is asked on every document before the second one is asked on any.
     """
     return [(doc, question) for question in range(NUM_QUESTIONS) for doc in range(NUM_DOCUMENTS)]
 
 
 def document_text(document: int) -> str:
-    """Get a text that differs from the other documents' from its first line on."""
+    """Get the text of a document. It differs from the other documents from its first line on."""
     lines = [f"This is the ledger of shop {document + 1}."]
     lines += [
         f"Day {day}: {(7 * day + 13 * document) % 23 + 5} boxes of apples came in and "
@@ -67,9 +67,10 @@ def document_text(document: int) -> str:
 
 
 def question_text(question: int) -> str:
-    """Get a question of some 35 tokens that differs from the others after a few words.
+    """Get a question of about 35 tokens that differs from the others after a few words.
 
-    Where a question has fewer tokens than a block, vLLM's default finds all of the document.
+    If a question had fewer tokens than a block, vLLM's default settings would find all of the
+    document.
     """
     return (
         f"\nQuestion: how many boxes of apples came in on day {7 * question + 3} of this ledger, "
@@ -85,12 +86,12 @@ def prompts(
     """Get the tokens of each prompt, in the order of `turns`.
 
     Args:
-        encode: Tokens of a text that begins a prompt.
-        encode_question: Tokens of a text that goes on.
-        document_tokens: To which documents are cut.
+        encode: Function that tokenizes the beginning of a prompt.
+        encode_question: Function that tokenizes the rest of a prompt.
+        document_tokens: Number of tokens that each document is cut to.
 
     Raises:
-        ValueError: A document or a question has another number of tokens than was counted on.
+        ValueError: A document has fewer tokens than that, or a question has too many.
     """
     documents = [
         list(encode(document_text(each)))[:document_tokens] for each in range(NUM_DOCUMENTS)
@@ -107,10 +108,10 @@ def prompts(
 
 
 def document_tokens_of(position_limit: int) -> int:
-    """Get the tokens of a document for a model that reads so many tokens.
+    """Get the number of tokens of a document for a model that reads at most `position_limit`.
 
     Raises:
-        ValueError: It reads too few.
+        ValueError: The model reads too few tokens.
     """
     document_tokens = min(DOCUMENT_TOKENS, position_limit - QUESTION_TOKENS)
     if document_tokens < LEAST_DOCUMENT_TOKENS:

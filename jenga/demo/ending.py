@@ -1,7 +1,8 @@
-"""The demo's ending: the same questions on documents, by stock vLLM and by JENGA_TRITON.
+"""The demo's ending: stock vLLM and JENGA_TRITON answer the same questions on documents.
 
-Both have the same bytes for their caches, fewer than all layers would need to keep all tokens of
-the documents. vLLM runs in the setting that finds most, by a replay on its own manager.
+Both caches have the same size in bytes. It is less than all layers would need to keep all tokens
+of the documents. vLLM runs in the setting that finds most tokens. A replay on its own manager
+chooses the setting.
 """
 
 import json
@@ -35,17 +36,17 @@ from jenga.sim.batching.need import Need
 from jenga.spec import ModelSpec, State
 
 ARENA_SHARE = 0.75
-"""Of what all layers would need to keep all tokens of the documents."""
+"""Size of each cache, as a share of the bytes that keep all documents' tokens in all layers."""
 
 _STATES_OF_A_DOCUMENT = 4
 
 _STEP_TOKENS = 512
 
 _LAST_LINES = 400
-"""Of an engine's output that may hold the cause of a failure."""
+"""Number of last lines of an engine's output that are searched for the cause of a failure."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""Says what is waited for, while it is."""
+"""Function that reports a task while its context lasts. The argument describes the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +54,13 @@ class Side:
     """One engine's answers.
 
     Attributes:
-        name: Of the engine.
-        setting: How it was run.
-        answers: In the order they were asked.
-        seconds: Of reading the prompts of the demo's model, modelled; None where not known.
-        large_model_seconds: Of `LARGE_MODEL` for the same tokens found and computed, modelled.
+        name: Name of the engine.
+        setting: Setting that the engine ran in.
+        answers: Answers, in the order of the questions.
+        seconds: Modelled seconds to read the prompts with the demo's model. None if the model of
+            time does not know that model.
+        large_model_seconds: Modelled seconds for the same numbers of found and computed tokens with
+            `LARGE_MODEL`.
     """
 
     name: str
@@ -68,46 +71,47 @@ class Side:
 
     @property
     def found_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts that were found in the cache."""
         return sum(answer.found_tokens for answer in self.answers)
 
     @property
     def computed_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts that were computed."""
         return sum(answer.computed_tokens for answer in self.answers)
 
     @property
     def bar(self) -> Bar:
-        """Its tokens, to draw."""
+        """Bar of the picture for this engine."""
         return Bar(
             name=self.name, found_tokens=self.found_tokens, computed_tokens=self.computed_tokens
         )
 
     @property
     def texts(self) -> list[str]:
-        """What was generated, in order."""
+        """Generated texts, in the order of the questions."""
         return [answer.text for answer in self.answers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What both engines made of the documents.
+    """Results of both engines on the documents.
 
     Attributes:
-        num_documents: Documents.
-        num_questions: Questions on each of them.
-        document_tokens: Tokens of a document.
-        arena_bytes: Of each engine's cache.
-        all_bytes: That all layers would need to keep all tokens of the documents.
-        stock: vLLM.
-        ours: JENGA_TRITON.
-        found_by_setting: Tokens that each tried setting of vLLM finds, by a replay on its manager.
-        has_equal_texts: Whether both generated the same texts.
-        gpu: For which seconds are modelled.
-        plan: What `jenga plan` says; None where it refuses.
-        plan_refusal: Why, if it does.
-        picture: File of the picture; None where none could be written.
-        picture_refusal: Why not.
+        num_documents: Number of documents.
+        num_questions: Number of questions on each document.
+        document_tokens: Number of tokens of a document.
+        arena_bytes: Size in bytes of each engine's cache.
+        all_bytes: Bytes that all layers would need to keep all tokens of the documents.
+        stock: Answers of stock vLLM.
+        ours: Answers of JENGA_TRITON.
+        found_by_setting: Number of tokens that each tried setting of vLLM finds in a replay on
+            vLLM's manager, by the setting's name.
+        has_equal_texts: Whether both engines generated the same texts.
+        gpu: GPU that seconds are modelled for.
+        plan: Output of `jenga plan`. None if it refuses the model.
+        plan_refusal: Reason of that refusal, or an empty string.
+        picture: Path of the picture's file. None if it could not be written.
+        picture_refusal: Reason why it could not be written, or an empty string.
     """
 
     num_documents: int
@@ -140,18 +144,19 @@ def run_ending(  # noqa: PLR0913  what is run, and where its files go
     """Ask both engines, one after the other, each in a process of its own.
 
     Args:
-        model: The model's directory.
-        dtype: Of weights, keys and values.
-        position_limit: Tokens that the model reads.
-        gpu: For which seconds are modelled.
+        model: Directory of the model.
+        dtype: Dtype of weights, keys and values.
+        position_limit: Largest number of tokens that the model reads.
+        gpu: GPU that seconds are modelled for.
         options: Further arguments of both engines.
         picture: File to write the picture to.
-        folder: For what the engines write; their output is kept there where one fails.
-        waiting: Says what is waited for.
+        folder: Folder for the files that the engines write. If an engine fails, its output stays
+            there.
+        waiting: Function that reports each task while it runs.
 
     Raises:
-        ValueError: The model is not one that the questions suit; the message says why.
-        RuntimeError: An engine failed; the message names it and the file with its output.
+        ValueError: The model does not suit the questions. The message says why.
+        RuntimeError: An engine failed. The message names it and the file with its output.
     """
     document_tokens = document_tokens_of(position_limit)
     spec = find_model(str(model)).spec(ReadOptions(model_dtype=dtype))
@@ -195,7 +200,7 @@ def run_ending(  # noqa: PLR0913  what is run, and where its files go
 
 
 def bytes_of_all(spec: ModelSpec, document_tokens: int) -> int:
-    """Bytes of all tokens of the documents in all layers, and of a few states for each of them."""
+    """Get the bytes of all documents: all tokens in all layers, and a few states per document."""
     num_slots = {
         layer_type: _STATES_OF_A_DOCUMENT if isinstance(layer_type, State) else document_tokens
         for layer_type, _ in Need(spec).types
@@ -205,7 +210,7 @@ def bytes_of_all(spec: ModelSpec, document_tokens: int) -> int:
 
 
 def _stock_options(setting: StockSetting) -> dict[str, Any]:
-    # As on a GPU, and as small as our pages: its block on a CPU is 128 tokens.
+    # This is vLLM's block size on a GPU, and as small as our pages. On a CPU it is 128 tokens.
     return {"block_size": BLOCK_TOKENS, **setting.engine_options}
 
 
@@ -221,17 +226,17 @@ def ending_of(  # noqa: PLR0913  what was run, and what came of it
     gpu: ReadersGpu,
     picture: Path,
 ) -> Ending:
-    """Put together what both engines answered, model its seconds, plan, and write the picture.
+    """Put both engines' answers together, model their seconds, plan, and write the picture.
 
     Args:
-        model: The model's directory.
-        document_tokens: Tokens of a document.
-        arena_bytes: Of each cache.
-        all_bytes: See `bytes_of_all`.
-        setting: Of vLLM.
-        found_by_setting: Tokens found in each setting.
-        answers: Of vLLM and of ours.
-        gpu: Of the reader.
+        model: Directory of the model.
+        document_tokens: Number of tokens of a document.
+        arena_bytes: Size in bytes of each cache.
+        all_bytes: Result of `bytes_of_all`.
+        setting: Name of the setting that vLLM ran in.
+        found_by_setting: Number of tokens found in each setting of vLLM, by its name.
+        answers: Answers of vLLM, and answers of JENGA_TRITON.
+        gpu: GPU of the reader.
         picture: File to write.
     """
     stock, ours = (
@@ -290,7 +295,7 @@ def _side(model: Path, gpu: ReadersGpu, name: str, setting: str, answers: Sequen
 def _answers(
     name: str, options: dict[str, Any], document_tokens: int, folder: Path, waiting: Waiting
 ) -> list[Answer]:
-    """Start an engine in a process of its own and get what it answers."""
+    """Start an engine in a process of its own and return its answers."""
     slug = name.replace(" ", "-").lower()
     job, answers, log = (folder / f"{slug}.{end}" for end in ("job", "answers", "log"))
     job.write_text(json.dumps({"options": options, "document_tokens": document_tokens}))
@@ -312,7 +317,7 @@ def _answers(
 
 
 def _cause(log: Path) -> str:
-    """Find the last line that names an error, else the last line."""
+    """Find the last line that names an error. Without one, return the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines[-_LAST_LINES:] if "Error: " in line]
     return (errors or lines or ["it said nothing"])[-1]

@@ -1,4 +1,4 @@
-"""What a run's memory log says, as records. The log is the one `JENGA_MEMORY_LOG` names."""
+"""Records of a run's memory log, the file that `JENGA_MEMORY_LOG` names."""
 
 import json
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ class StoredLayer:
     """A layer that stores keys and values, or a state.
 
     Attributes:
-        name: The layer's name in its model.
-        slot_bytes: Bytes of one token, or of one state.
+        name: Name of the layer in its model.
+        slot_bytes: Size in bytes of one token, or of one state.
     """
 
     name: str
@@ -21,18 +21,19 @@ class StoredLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTable:
-    """One page table of the geometry a run chose.
+    """One page table of the geometry that a run chose.
 
     Attributes:
-        name: The page table's name.
-        layer_type: Name of the layer type it stores, or stores a part of.
-        layers: The layers stored in its small pages.
-        window_tokens: Tokens a query reads, for sliding windows.
+        name: Name of the page table.
+        layer_type: Name of the layer type that it stores all or a part of.
+        layers: Layers that its small pages store.
+        window_tokens: Number of tokens that a query of a sliding window reads. None means that
+            the layer type has no sliding window.
         is_state: Whether a small page holds one state instead of tokens.
-        tokens_per_page: Tokens of a small page.
-        small_page_bytes: Bytes of a small page, padding included.
+        tokens_per_page: Number of tokens of a small page.
+        small_page_bytes: Size in bytes of a small page, padding included.
         padding_bytes: Bytes of a small page that never hold data.
-        small_pages_per_large_page: Small pages in one large page.
+        small_pages_per_large_page: Number of small pages in one large page.
     """
 
     name: str
@@ -48,12 +49,12 @@ class StoredTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What was held as a scheduler step began.
+    """Memory held at the beginning of a scheduler step.
 
     Attributes:
-        request_tokens: Tokens that each running request has slots for.
-        needed_bytes: Per layer type, slots that a next token reads or writes.
-        held_bytes: Per layer type, the large pages it holds.
+        request_tokens: Number of tokens that each running request has slots for, by request id.
+        needed_bytes: For each layer type, bytes of the slots that a next token reads or writes.
+        held_bytes: For each layer type, bytes of the large pages that it holds.
     """
 
     request_tokens: dict[str, int]
@@ -66,10 +67,10 @@ class Timeline:
     """A run's geometry and its steps.
 
     Attributes:
-        geometry_name: The rule that made the geometry.
-        large_page_bytes: The unit the arena is cut into.
-        tables: The page tables.
-        steps: In the order they ran.
+        geometry_name: Name of the rule that made the geometry.
+        large_page_bytes: Size in bytes of a large page.
+        tables: Page tables of the geometry.
+        steps: Steps, in the order they ran.
     """
 
     geometry_name: str
@@ -87,7 +88,7 @@ def read_memory_log(path: Path) -> Timeline:
     """Read the log of one engine.
 
     Raises:
-        ValueError: The log is empty, or not of this form.
+        ValueError: The log is empty, does not begin with a geometry, or is not lines of JSON.
     """
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not records or "geometry" not in records[0]:

@@ -1,4 +1,4 @@
-"""What the reader's GPU would take and hold: modelled and planned, not measured."""
+"""Modelled seconds and a plan of memory for the reader's GPU. Nothing here is measured."""
 
 import argparse
 import io
@@ -22,17 +22,17 @@ from jenga.sim.workload.requests import Piece, Request
 ASSUMED_GPU = "H100-80G"
 
 LARGE_MODEL = "gemma-3-27b"
-"""A model of the default one's family whose seconds people feel."""
+"""Model of the same family as the default model, so large that people notice its seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadersGpu:
-    """The GPU that seconds and plans are for.
+    """GPU that seconds and plans are for.
 
     Attributes:
-        name: As torch calls it; empty where this machine has none.
+        name: Name that torch gives it. Empty if this machine has none.
         timed: Name of the GPU whose seconds are modelled, a key of `GPUS`.
-        planned: What `jenga plan --gpu` is given.
+        planned: Argument of `jenga plan --gpu`.
     """
 
     name: str
@@ -41,11 +41,13 @@ class ReadersGpu:
 
 
 def readers_gpu(name: str = "", memory_bytes: int = 0) -> ReadersGpu:
-    """Find a GPU in the tables; one that they lack is planned by its memory and timed as an H100.
+    """Find a GPU in the tables.
+
+    A GPU that the tables lack is planned by its memory and timed as an H100.
 
     Args:
-        name: As torch calls it, such as "NVIDIA H100 80GB HBM3"; empty for none.
-        memory_bytes: Of its memory.
+        name: Name that torch gives it, such as "NVIDIA H100 80GB HBM3". Empty for no GPU.
+        memory_bytes: Size of its memory in bytes.
     """
     if not name:
         return ReadersGpu(name="", timed=ASSUMED_GPU, planned=ASSUMED_GPU)
@@ -57,15 +59,15 @@ def readers_gpu(name: str = "", memory_bytes: int = 0) -> ReadersGpu:
 
 
 def prompt_seconds(model: str, gpu_name: str, answers: Sequence[Answer]) -> float:
-    """Seconds of reading prompts, one after the other, by the project's model of a step.
+    """Get the seconds to read prompts one after the other, by the project's model of a step.
 
     Args:
-        model: As of `jenga plan`.
-        gpu_name: A key of `GPUS`.
-        answers: How many tokens of each prompt were found.
+        model: Model, as `jenga plan` takes it.
+        gpu_name: Name of a GPU, a key of `GPUS`.
+        answers: Answers, which say how many tokens each prompt has and how many were found.
 
     Raises:
-        ValueError: Nothing says how many parameters the model has, or its layers are not known.
+        ValueError: The number of parameters of the model is unknown, or its layers are.
     """
     facts = find_model(model)
     gpu = find_gpu(gpu_name)
@@ -90,12 +92,12 @@ def _seconds(clock: StepTime, answer: Answer) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What `jenga plan` says.
+    """Output of `jenga plan`.
 
     Attributes:
-        command: That says it.
+        command: Command line that prints it.
         text: Its table of requests that fit.
-        plan: All of it, as the command's JSON.
+        plan: The whole plan, as the command's JSON.
     """
 
     command: str
@@ -104,10 +106,10 @@ class Planned:
 
 
 def planned(model: str, gpu: ReadersGpu) -> Planned:
-    """Ask `jenga plan` about a model on a GPU; vLLM is not asked.
+    """Run `jenga plan` for a model on a GPU, without vLLM.
 
     Raises:
-        ValueError: The model is not understood, or does not fit.
+        ValueError: The model is not known, or does not fit.
     """
     arguments = [model, "--gpu", gpu.planned, "--without-vllm"]
     text = _printed(arguments)

@@ -1,28 +1,28 @@
-"""Bars of tokens found and computed, in the terminal and as an SVG file."""
+"""Bars of found and computed tokens, as text for the terminal and as an SVG file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 _CELLS = 50
-"""Characters of the longest bar."""
+"""Number of characters of the longest bar."""
 
 _FOUND, _COMPUTED = "#", "."
 
 _WIDTH, _ROW, _TOP, _LEFT, _RIGHT = 720, 46, 64, 150, 60
-"""Of the picture, in its own units."""
+"""Sizes of the picture in its own units: width, bar row, and three margins."""
 
 _FOUND_COLOUR, _COMPUTED_COLOUR = "#0072B2", "#E69F00"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Tokens of one manager.
+    """Numbers of tokens of one manager.
 
     Attributes:
-        name: Of the manager.
-        found_tokens: Found in its cache.
-        computed_tokens: Computed.
+        name: Name of the manager.
+        found_tokens: Number of tokens found in its cache.
+        computed_tokens: Number of tokens that were computed.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Bar:
 
 
 def bars_text(bars: Sequence[Bar]) -> list[str]:
-    """Draw bars with plain characters, a line each, and a line that explains them."""
+    """Draw bars with plain characters, one line for each, and add a line that explains them."""
     most_tokens = max(bar.found_tokens + bar.computed_tokens for bar in bars)
     width = max(len(bar.name) for bar in bars)
     lines: list[str] = []
@@ -47,7 +47,7 @@ def bars_text(bars: Sequence[Bar]) -> list[str]:
 
 
 def bars_svg(title: str, bars: Sequence[Bar]) -> str:
-    """Draw the same bars as a picture that stands alone."""
+    """Draw the same bars as a complete SVG picture, with a title and a legend."""
     most_tokens = max(bar.found_tokens + bar.computed_tokens for bar in bars)
     scale = (_WIDTH - _LEFT - _RIGHT) / most_tokens
     height = _TOP + _ROW * len(bars) + 12

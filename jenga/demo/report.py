@@ -1,4 +1,4 @@
-"""A demo's result as text for people and as JSON for programs."""
+"""Report of a demo's result, as text for people and as JSON for programs."""
 
 import json
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from jenga.sim.arenas.vllm_plan import BLOCK_TOKENS
 from jenga.sim.drawing.text import wrapped
 
 _MAX_ROWS = 18
-"""Steps shown of a timeline; the peak is always among them."""
+"""Largest number of steps shown of a timeline. The peak is always among them."""
 
 _WIDTH = 100
-"""Characters of the widest line of prose."""
+"""Largest number of characters in a line of prose."""
 
 _SHOWN_CHARACTERS = 66
-"""Of a prompt, from its end."""
+"""Number of characters shown of a longer prompt, counted from its end."""
 
 
 def as_json(result: DemoResult) -> str:
-    """Get everything the demo ran and saw."""
+    """Get the whole result of the demo as JSON."""
     return json.dumps(asdict(result), indent=2)
 
 
 def as_text(result: DemoResult) -> str:
-    """Get the report a person reads."""
+    """Get the report as text."""
     sections = [
         _generation(result.completions),
         _geometry(result.timeline, result.arena_bytes),
@@ -130,7 +130,7 @@ def _memory_row(index: int, step: Step, stock_bytes: Sequence[dict[str, int]]) -
 
 
 def _totals(timeline: Timeline, stock: Sequence[StockTimeline]) -> list[str]:
-    """Compare the sums over the run, in which a long stay counts more than a short one."""
+    """Compare held with needed bytes, summed over all steps. Pages held for longer count more."""
     needed_bytes = sum(sum(step.needed_bytes.values()) for step in timeline.steps)
     if not needed_bytes:
         return []
@@ -144,7 +144,7 @@ def _totals(timeline: Timeline, stock: Sequence[StockTimeline]) -> list[str]:
 
 
 def _shown_steps(steps: Sequence[Step]) -> list[int]:
-    """Choose steps spread over the run, with the first of the greatest holdings."""
+    """Choose steps spread over the run, and the first of those at which most bytes are held."""
     if len(steps) <= _MAX_ROWS:
         return list(range(len(steps)))
     spread = {round(i * (len(steps) - 1) / (_MAX_ROWS - 2)) for i in range(_MAX_ROWS - 1)}
@@ -255,7 +255,7 @@ def _ms(seconds: float) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align columns: the first to the left, the others to the right."""
+    """Align the first column to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -271,7 +271,7 @@ def _kib(num_bytes: int) -> str:
 
 
 def _bytes(num_bytes: int) -> str:
-    """Write bytes in the largest binary unit that keeps a whole part."""
+    """Write a number of bytes in the largest binary unit in which it is at least 1."""
     for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:,.4g} {unit}"

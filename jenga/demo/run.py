@@ -1,4 +1,4 @@
-"""Serving a few prompts with a real vLLM engine on JENGA_TRITON."""
+"""Run of the demo: serve a few prompts with a real vLLM engine on JENGA_TRITON."""
 
 import json
 import os
@@ -23,16 +23,16 @@ from jenga.demo.weights import gemma3_270m_directory
 _BACKEND_NAME = "JENGA_TRITON"
 
 _MAX_MODEL_TOKENS = 2048
-"""Longest request served, where the model allows it: several windows of the default model."""
+"""Most tokens of a request, if the model allows them. It is several of the default's windows."""
 
 _MAX_STEP_TOKENS = 256
-"""Tokens of a step, small enough that the long prompt is served in several chunks."""
+"""Most tokens of a step. They are so few that the long prompt is prefilled in several chunks."""
 
 _HEARTBEAT_S = 10.0
-"""Seconds between two signs of life while the engine starts or generates."""
+"""Seconds between two progress lines while the engine starts or generates."""
 
 _LAST_LINES = 15
-"""Lines of the engine's output that may hold the cause of a failure."""
+"""Number of last lines of the engine's output that may hold the cause of a failure."""
 
 _SHORT_PROMPTS = (
     "The capital of France is",
@@ -43,13 +43,13 @@ _SHORT_PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One prompt and what the model made of it.
+    """One prompt and its generated text.
 
     Attributes:
-        prompt: The text given.
-        num_prompt_tokens: Its length.
-        text: The text generated.
-        num_tokens: Its length.
+        prompt: Text of the prompt.
+        num_prompt_tokens: Number of tokens of the prompt.
+        text: Generated text.
+        num_tokens: Number of generated tokens.
     """
 
     prompt: str
@@ -60,22 +60,23 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What a demo ran and saw.
+    """Result of a demo.
 
     Attributes:
-        model: The model's directory.
-        dtype: What weights, keys and values were stored as.
-        machine: What the kernels ran on.
-        computed_by: What computed attention: compiled or interpreted kernels, or the references.
-        arena_bytes: The one buffer.
-        completions: One per prompt, in order.
+        model: Directory of the model.
+        dtype: Dtype of weights, keys and values.
+        machine: Name of the GPU, or number of CPU cores, that the kernels ran on.
+        computed_by: Code that computed attention: compiled or interpreted kernels, or the
+            references.
+        arena_bytes: Size of the arena in bytes.
+        completions: Completions, one for each prompt, in the same order.
         start_s: Seconds until the engine could serve.
-        generate_s: Seconds from the first prompt handed in to the last token.
-        timeline: What the arena held.
-        stock: What vLLM's own manager would have held.
-        ending: What vLLM and we made of documents; None where it was left out.
-        ending_left_out: Why it was.
-        ending_failure: What failed, where something did.
+        generate_s: Seconds from the first prompt to the last generated token.
+        timeline: Memory that the arena held, step by step.
+        stock: Memory that vLLM's own manager would have held, for each configuration of vLLM.
+        ending: Results of vLLM and JENGA_TRITON on documents. None if there are none.
+        ending_left_out: Reason why the ending was left out, or an empty string.
+        ending_failure: Failure of the ending, or an empty string.
     """
 
     model: str
@@ -94,7 +95,7 @@ class DemoResult:
 
 
 def default_prompts() -> list[str]:
-    """Get three short prompts and one longer than the default model's window of 512 tokens."""
+    """Get three short prompts, and one that exceeds the default model's window of 512 tokens."""
     ledger = [
         f"Day {day}: {7 * day % 23 + 5} boxes of apples came in and {5 * day % 11 + 2} went out."
         for day in range(1, 46)
@@ -103,7 +104,7 @@ def default_prompts() -> list[str]:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU's driver is present."""
+    """Return whether the driver of an NVIDIA GPU is present."""
     return Path("/dev/nvidiactl").exists()
 
 
@@ -115,21 +116,21 @@ def run_demo(
     model_directory: Path | None = None,
     picture: Path | None = None,
 ) -> DemoResult:
-    """Serve prompts with a real engine and collect what it held.
+    """Serve prompts with a real engine and collect the memory that it held.
 
-    What is being done is said on standard error as it goes.
+    Progress is printed on standard error.
 
     Args:
-        max_tokens: Tokens to generate for each prompt.
-        arena_bytes: Size of the arena.
-        prompts: Texts to continue; `default_prompts` if None.
-        model_directory: A model in Hugging Face's form; Gemma 3 270M if None.
-        picture: File for the ending's picture; None leaves the ending out.
+        max_tokens: Number of tokens to generate for each prompt.
+        arena_bytes: Size of the arena in bytes.
+        prompts: Texts to continue. None means `default_prompts`.
+        model_directory: Directory of a model in Hugging Face's format. None means Gemma 3 270M.
+        picture: File for the ending's picture. None leaves the ending out.
 
     Raises:
-        ModuleNotFoundError: vLLM, or what the default model needs, is not installed.
-        ValueError: The model's directory is not one, or vLLM refused what was asked.
-        RuntimeError: The engine failed; the message names the file with its output.
+        ModuleNotFoundError: vLLM, or a package that the default model needs, is not installed.
+        ValueError: `model_directory` has no `config.json`, or vLLM refused the options.
+        RuntimeError: The engine failed. The message names the file with its output.
     """
     if model_directory is not None and not (model_directory / "config.json").is_file():
         msg = f"--model must be a directory with a config.json, got {str(model_directory)!r}"
@@ -137,7 +138,7 @@ def run_demo(
     if find_spec("vllm") is None:
         msg = "vLLM is not installed"
         raise ModuleNotFoundError(msg, name="vllm")
-    # A copy of standard error stays open to people while the engine's goes to a file.
+    # Progress goes to a copy of standard error, because the engine's own goes to a file.
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as progress:
         return _run(
             texts=list(prompts) if prompts else default_prompts(),
@@ -158,7 +159,7 @@ def _run(
     picture: Path | None,
     progress: TextIO,
 ) -> DemoResult:
-    # First, because preparing the weights imports what reads it.
+    # This comes first, because preparing the weights imports packages that read the environment.
     _prepare_environment(os.environ)
     dtype = "bfloat16" if has_gpu() else "float32"
     directory = model_directory or gemma3_270m_directory(dtype, progress=progress)
@@ -177,7 +178,7 @@ def _run(
         "seed": 0,
     }
     if has_gpu():
-        # vLLM asks for this share of the GPU to be free; model and arena need less of it.
+        # vLLM requires that this share of GPU memory is free. Model and arena need less than that.
         options["gpu_memory_utilization"] = 0.1
     completions, start_s, generate_s = _serve(options, texts, max_tokens, folder, progress)
     timeline = read_memory_log(folder / "memory.jsonl")
@@ -209,7 +210,7 @@ def _ending(
     """Run the ending.
 
     Returns:
-        It, or None; why it was left out, if it was; what failed, if something did.
+        Ending, or None; the reason why it was left out, or ""; the failure, or "".
     """
     if picture is None:
         return None, "--without-documents", ""
@@ -248,20 +249,20 @@ def _readers_gpu() -> ReadersGpu:
 
 
 def _prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Set what vLLM and Triton read when imported, here and in the processes they start."""
+    """Set the variables that vLLM and Triton read when imported, here and in child processes."""
     environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # The engine's argument selects the backend; the replay on vLLM's own manager must not.
+    # The engine's argument selects the backend. The replay on vLLM's own manager must not use it.
     environ.pop("VLLM_ATTENTION_BACKEND", None)
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not has_gpu():
-        # Engine and worker in this process: three imports of vLLM become one.
+        # Engine and worker run in this process, so vLLM is imported once instead of three times.
         environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def _position_limit(directory: Path) -> int:
-    """Get the longest request a model was made for."""
+    """Get the number of tokens of the longest request that a model was made for."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config", config)
     return int(text_config.get("max_position_embeddings", _MAX_MODEL_TOKENS))
@@ -287,7 +288,7 @@ def _machine() -> str:
 def _serve(
     options: dict[str, Any], prompts: list[str], max_tokens: int, folder: Path, progress: TextIO
 ) -> tuple[tuple[Completion, ...], float, float]:
-    """Start an engine, let it generate, shut it down.
+    """Start an engine, generate with it and shut it down.
 
     Returns:
         The completions, the seconds it took to start and the seconds it took to generate.
@@ -326,9 +327,10 @@ def _serve(
 
 
 def _cause(error: Exception, log: Path) -> str:
-    """Find the sentence that says why the engine failed.
+    """Find the line that says why the engine failed.
 
-    An engine in a process of its own logs its reason and reaches us only as a general failure.
+    An engine in a process of its own only logs the reason. The exception that arrives here is
+    generic.
     """
     if "Engine core initialization failed" not in str(error):
         return f"vLLM failed: {error}"
@@ -339,7 +341,7 @@ def _cause(error: Exception, log: Path) -> str:
 
 @contextmanager
 def _engine_output(log: Path) -> Generator[None]:
-    """Send file descriptors 1 and 2 to a file, for this process and those it starts."""
+    """Send file descriptors 1 and 2 to a file, for this process and its children."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = {number: os.dup(number) for number in (1, 2)}
@@ -358,7 +360,7 @@ def _engine_output(log: Path) -> Generator[None]:
 
 @contextmanager
 def _heartbeat(what: str, progress: TextIO, *, memory_log: Path | None = None) -> Generator[None]:
-    """Say what begins, every few seconds that it still runs, and how long it took."""
+    """Print the beginning of a task, its progress every few seconds, and its duration."""
     begin_s = time.monotonic()
     is_done = threading.Event()
 
@@ -379,7 +381,7 @@ def _heartbeat(what: str, progress: TextIO, *, memory_log: Path | None = None) -
 
 
 def _latest_step(memory_log: Path) -> str:
-    """Describe the last whole line of a memory log that is still being written."""
+    """Describe the last complete line of a memory log that is still being written."""
     *lines, _ = memory_log.read_text(encoding="utf-8").split("\n")
     record = json.loads(lines[-1]) if lines else {}
     if "step" not in record:

@@ -1,7 +1,7 @@
-"""What vLLM's own memory manager would hold for the requests of a run.
+"""Replay of a run on vLLM's own memory manager, to count the memory that it would hold.
 
-vLLM's planner groups the same layers, and vLLM's `KVCacheManager` is given the same requests,
-growing by the same tokens in the same steps. Only bookkeeping runs: nothing is computed.
+vLLM's planner groups the same layers. vLLM's `KVCacheManager` gets the same requests, which grow by
+the same tokens in the same steps. Only its bookkeeping runs: nothing is computed.
 """
 
 import math
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 _LAYOUT = "LBNHC"
-"""A layout with layers outermost, as vLLM's own attention backends prefer; groups depend on it."""
+"""Layout with layers outermost, as vLLM's own backends prefer. The groups depend on it."""
 
 _CPU_BLOCK_TOKENS = 128
-"""Of vLLM on a CPU where nobody chose another; 0.33 sets it only in its workers."""
+"""Tokens of vLLM's block on a CPU if the user chose none. vLLM 0.33 sets it only in workers."""
 
 _PROBE_BYTES = 1 << 40
-"""Memory to plan for where only the bytes of a block are wanted."""
+"""Bytes of memory to plan for. The plan serves only to learn the bytes of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockTimeline:
-    """What vLLM would hold, step by step.
+    """Memory that vLLM would hold, step by step.
 
     Attributes:
-        name: Which configuration of vLLM.
-        block_tokens: Tokens of a block in an attention layer.
-        block_bytes: Bytes of a block; every group takes whole ones.
-        num_groups: Groups that the layers were put in.
-        held_bytes: Per step of the run, bytes of the blocks that each layer type holds.
+        name: Name of the configuration of vLLM.
+        block_tokens: Number of tokens of a block in an attention layer.
+        block_bytes: Size of a block in bytes. Every group takes whole blocks.
+        num_groups: Number of groups that vLLM's planner puts the layers in.
+        held_bytes: For each step of the run, bytes of the blocks that each layer type holds.
     """
 
     name: str
@@ -48,22 +48,24 @@ class StockTimeline:
 
 
 def replay_on_stock(timeline: Timeline, engine_options: dict[str, Any]) -> list[StockTimeline]:
-    """Replay a run on vLLM's manager, in each of the configurations to compare with.
+    """Replay a run on vLLM's manager, in several configurations of vLLM.
 
-    They are: vLLM as it configures itself on this machine; with blocks of as many tokens as our
-    small pages, where that differs; and with its hybrid manager off, so that every layer keeps
-    every token, where vLLM can do that.
+    - vLLM as it configures itself on this machine.
+    - vLLM with blocks of as many tokens as our small pages, if that differs and the model has no
+      states.
+    - vLLM with its hybrid manager off, so that every layer keeps every token. This needs several
+      layer types, and no states.
 
     Args:
-        timeline: The run.
-        engine_options: What its engine was made with; the attention backend is left out.
+        timeline: Timeline of the run.
+        engine_options: Arguments of the run's engine. The attention backend is ignored.
     """
     options = {key: value for key, value in engine_options.items() if key != "attention_backend"}
     has_states = any(table.is_state for table in timeline.tables)
     own_tokens = {table.tokens_per_page for table in timeline.tables if not table.is_state}
     runs = [_replay(timeline, "vLLM", options)]
     for block_tokens in sorted(own_tokens - {runs[0].block_tokens}):
-        if not has_states:  # blocks of a model with states are as large as a state
+        if not has_states:  # with states, a block is as large as a state
             name = f"vLLM, blocks of {block_tokens}"
             runs.append(_replay(timeline, name, options | {"block_size": block_tokens}))
     if not has_states and len(timeline.layer_types) > 1:
@@ -95,7 +97,7 @@ def _replay(timeline: Timeline, name: str, options: dict[str, Any]) -> StockTime
 
 
 def _specs(timeline: Timeline, config: "VllmConfig") -> "dict[str, KVCacheSpec]":
-    """Describe a run's layers in vLLM's words, with vLLM's own block size."""
+    """Make vLLM's cache spec of each layer of a run, with vLLM's own block size."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     block_tokens, padded_state_bytes = _block_tokens(timeline, config)
@@ -111,7 +113,7 @@ def _specs(timeline: Timeline, config: "VllmConfig") -> "dict[str, KVCacheSpec]"
                     page_size_padded=padded_state_bytes,
                 )
                 continue
-            # Heads and head dimension enter only through the bytes of a token.
+            # Only the bytes of a token matter, not the number and size of heads.
             shape = {
                 "block_size": block_tokens,
                 "num_kv_heads": 1,
@@ -133,11 +135,12 @@ def _byte_dtype() -> "torch.dtype":
 
 
 def _block_tokens(timeline: Timeline, config: "VllmConfig") -> tuple[int, int | None]:
-    """Get the tokens of vLLM's blocks, and what it pads a state to.
+    """Get the number of tokens of vLLM's blocks, and the bytes that it pads a state to.
 
-    In a model with states vLLM raises the blocks of its attention layers until one is as large as
-    a state, then pads states to that. It does so in its workers, from the loaded layers, so the
-    rule is stated again here.
+    The bytes are None unless the model has both states and attention. In such a model, vLLM
+    enlarges the blocks of attention layers until one is as large as a state, and then pads states
+    to that size. vLLM does this in its workers, from the loaded layers, so the rule is repeated
+    here.
 
     Source: vLLM 0.32, `vllm/platforms/interface.py`, `_align_hybrid_block_size`.
     """
@@ -155,7 +158,7 @@ def _block_tokens(timeline: Timeline, config: "VllmConfig") -> tuple[int, int | 
 
 
 def _slot_bytes(table: StoredTable) -> int:
-    """Get the bytes of a slot in the largest of a page table's layers."""
+    """Get the largest slot of a page table's layers, in bytes."""
     return max(layer.slot_bytes for layer in table.layers)
 
 
@@ -198,7 +201,7 @@ def _held_bytes(
 def _manager(
     timeline: Timeline, config: "VllmConfig", groups: "list[KVCacheGroupSpec]"
 ) -> "KVCacheManager":
-    """Make vLLM's manager with blocks enough that nothing is ever refused."""
+    """Make vLLM's manager, with so many blocks that it never refuses a request."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -217,7 +220,7 @@ def _manager(
 
 
 def _shares(timeline: Timeline, group: "KVCacheGroupSpec") -> dict[str, float]:
-    """Get the part of a group's bytes that each layer type has."""
+    """Get the share of a group's bytes, 0 to 1, that each layer type has."""
     bytes_of: dict[str, int] = {}
     for table in timeline.tables:
         for layer in table.layers:
@@ -230,12 +233,12 @@ def _shares(timeline: Timeline, group: "KVCacheGroupSpec") -> dict[str, float]:
 def _advance(
     manager: "KVCacheManager", requests: dict[str, Any], request_tokens: dict[str, int]
 ) -> None:
-    """Bring vLLM's manager to the requests and lengths of a step."""
+    """Free, add and grow requests of vLLM's manager until they are those of a step."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     for request_id in list(requests):
-        # A request that lost tokens was preempted and began again.
+        # A request that has fewer tokens than before was preempted and began again.
         gone = request_id not in request_tokens
         if gone or request_tokens[request_id] < requests[request_id].num_computed_tokens:
             manager.free(requests.pop(request_id))

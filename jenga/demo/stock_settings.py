@@ -1,4 +1,7 @@
-"""Which of vLLM's settings finds most of the documents: its manager counts, without an engine."""
+"""Choice of vLLM's setting that finds most tokens of the documents.
+
+Replays on vLLM's manager count the tokens, without an engine.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,9 +20,9 @@ class StockSetting:
     """A way to run vLLM.
 
     Attributes:
-        name: As people read it.
-        engine_options: Arguments of its engine.
-        options: Those of its manager in a replay.
+        name: Name of the setting, for people.
+        engine_options: Arguments of vLLM's engine.
+        options: Options of vLLM's manager in a replay.
     """
 
     name: str
@@ -46,23 +49,25 @@ SETTINGS = (
         options=StockOptions(is_hybrid=False),
     ),
 )
-"""What is tried; of equals the first is taken."""
+"""Settings that are tried. Among settings that find equally many tokens, the first is taken."""
 
 
 def best_setting(
     model: str, dtype: str, *, arena_bytes: int, document_tokens: int, step_tokens: int
 ) -> tuple[StockSetting, dict[str, int]]:
-    """Get the setting that finds most tokens, and how many each finds; those refused are left out.
+    """Get the setting that finds most tokens, and the number of tokens that each setting finds.
+
+    Settings that vLLM's manager refuses for this model are left out.
 
     Args:
-        model: As of `jenga plan`.
-        dtype: Of keys and values.
-        arena_bytes: As the engines have it.
-        document_tokens: Of a document.
-        step_tokens: Most tokens of a step.
+        model: Model, as `jenga plan` takes it.
+        dtype: Dtype of keys and values.
+        arena_bytes: Size in bytes of the engines' caches.
+        document_tokens: Number of tokens of a document.
+        step_tokens: Largest number of tokens of a step.
 
     Raises:
-        ValueError: The model's layers are not known, or every setting was refused.
+        ValueError: The layers of the model are unknown, or every setting was refused.
     """
     spec = find_model(model).spec(ReadOptions(model_dtype=dtype))
     machine = Machine(model=spec, arena_bytes=arena_bytes, clock=lambda _: 1.0)
@@ -82,7 +87,7 @@ def best_setting(
 
 
 def _requests(document_tokens: int) -> Iterator[Request]:
-    """As the engines are asked: each request waits for the one before it."""
+    """Yield the requests in the engines' order. Each waits until the one before it has ended."""
     question_tokens = QUESTION_TOKENS // 2 // BLOCK_TOKENS * BLOCK_TOKENS
     before: tuple[str, ...] = ()
     for document, question in turns():

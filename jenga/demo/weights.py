@@ -1,7 +1,7 @@
-"""The real weights of Gemma 3 270M, as a directory that vLLM loads like any other model.
+"""Real weights of Gemma 3 270M, as a directory that vLLM loads like any other model.
 
-They come as a quantised file inside an installed package, so no network is needed. The first call
-for a dtype dequantises them and keeps the result in the cache directory.
+An installed package contains them as a quantised file, so no network is needed. The first call for
+a dtype dequantises them and keeps the result in the cache directory.
 """
 
 import fcntl
@@ -20,10 +20,10 @@ from jenga.vllm_plugin.settings.environment import cache_directory
 Dtype = Literal["float32", "bfloat16"]
 
 _CACHE_VERSION = 1
-"""Counts changes of what a cached directory holds; one of another version is not read."""
+"""Version of the contents of a cached directory. Directories of other versions are not read."""
 
 _MANIFEST_NAME = "manifest.json"
-"""Written last: file names and their bytes. A directory that disagrees with it is made again."""
+"""File of names and sizes, written last. A directory that disagrees with it is made again."""
 
 _TERMS_NOTE = (
     "Gemma is provided under and subject to the Gemma Terms of Use (ai.google.dev/gemma/terms)"
@@ -31,23 +31,24 @@ _TERMS_NOTE = (
 
 
 def gemma3_270m_directory(dtype: Dtype, *, progress: TextIO | None = None) -> Path:
-    """Get a directory with Gemma 3 270M's weights and tokenizer, making it the first time.
+    """Get a directory with the weights and tokenizer of Gemma 3 270M. The first call makes it.
 
-    The directory appears whole or not at all; processes that ask at the same time wait for the
-    first. Making it takes about a minute and a half and 1.1 GB (float32) or 0.6 GB (bfloat16).
+    The directory appears complete or not at all. If several processes call at the same time, the
+    first one makes it and the others wait. Making it takes about a minute and a half, and 1.1 GB
+    (float32) or 0.6 GB (bfloat16).
 
     Args:
-        dtype: What the weights are stored as.
-        progress: Where to say what is being done; standard error by default.
+        dtype: Dtype that the weights are stored in.
+        progress: Stream for progress lines. None means standard error.
 
     Returns:
-        A directory in Hugging Face's form, with safetensors. Its tokenizer begins a prompt with
-        the token that the model was trained to begin with.
+        Path of a directory in Hugging Face's format, with safetensors. Its tokenizer begins a
+        prompt with the token that the model was trained to begin with.
 
     Raises:
-        ValueError: `dtype` is not one of those named.
-        ModuleNotFoundError: The weights' package, or one that reads them, is not installed; the
-            extra `demo` brings them.
+        ValueError: `dtype` is neither "float32" nor "bfloat16".
+        ModuleNotFoundError: The package of the weights, or one that reads them, is not installed.
+            The extra `demo` installs them.
     """
     if dtype not in ("float32", "bfloat16"):
         msg = f"dtype must be 'float32' or 'bfloat16', got {dtype!r}"
@@ -57,7 +58,7 @@ def gemma3_270m_directory(dtype: Dtype, *, progress: TextIO | None = None) -> Pa
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock")):
-        if not _is_whole(directory):  # else another process made it while this one waited
+        if not _is_whole(directory):  # else another process made it in the meantime
             partial = directory.with_suffix(".partial")
             _remove(partial)
             _remove(directory)
@@ -85,7 +86,7 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _file_bytes(directory: Path) -> dict[str, int]:
-    """Get the bytes of each file but the manifest, by name."""
+    """Get the size in bytes of each file except the manifest, by name."""
     return {
         path.name: path.stat().st_size
         for path in sorted(directory.iterdir())
@@ -100,14 +101,14 @@ def _remove(directory: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Hold a lock between processes; the system frees it when its holder dies."""
+    """Hold a lock between processes. The system frees it when the process that holds it dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 class _Steps:
-    """Says which step of several runs, and how long it took."""
+    """Progress lines of several steps: the number, text and duration of each."""
 
     def __init__(self, num_steps: int, file: TextIO) -> None:
         self._num_steps = num_steps
@@ -149,12 +150,12 @@ def _convert(directory: Path, dtype: Dtype, progress: TextIO) -> None:
                 directory, gguf_file=gguf_path.name, add_bos_token=True
             )
             tokenizer.save_pretrained(directory)
-        # Progress bars of several packages would run through the lines of the steps.
+        # Progress bars of several packages would otherwise break the lines of the steps.
         with steps.step("dequantise and save the weights"), redirect_stderr(io.StringIO()):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 directory, gguf_file=gguf_path.name, dtype=getattr(torch, dtype)
             )
-            # Dequantised weights are plain weights, and a quantised model refuses to be saved.
+            # The weights are plain now, but transformers refuses to save a model marked quantised.
             del model.config.quantization_config
             model.hf_quantizer = None
             model.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""The layers of each rank of a pipeline, for the time in which their pages are planned.
+"""Layers of each rank of a pipeline, which are known here while pages are planned.
 
 vLLM asks for the groups of all layers of a model without saying which rank has which layer.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 Specs = Sequence[Mapping[str, "KVCacheSpec"]]
-"""Of each worker vLLM's cache spec of each layer, by layer name."""
+"""For each worker, vLLM's cache spec of each layer, by layer name."""
 
 _layers: ContextVar[tuple[frozenset[str], ...]] = ContextVar("_layers", default=())
 _workers: ContextVar[tuple[Specs, Sequence[int]] | None] = ContextVar("_workers", default=None)
@@ -24,7 +24,9 @@ _workers: ContextVar[tuple[Specs, Sequence[int]] | None] = ContextVar("_workers"
 def planned_for(
     kv_cache_specs: Specs, available_memory: Sequence[int] | None = None
 ) -> "Generator[None]":
-    """Plan for workers with these layers. Workers of one pipeline rank have the same layers.
+    """Make the layers of all workers known in this context.
+
+    Workers of one pipeline rank have the same layers.
 
     Args:
         kv_cache_specs: For each worker, vLLM's cache spec of each layer, by layer name.
@@ -41,15 +43,16 @@ def planned_for(
 
 
 def workers() -> tuple[Specs, Sequence[int]] | None:
-    """Get the specs and bytes of the workers planned for, where both are known."""
+    """Get the arguments of `planned_for`. None outside of it, or if the bytes are not known."""
     return _workers.get()
 
 
 def layers_of_ranks(kv_cache_spec: Mapping[str, "KVCacheSpec"]) -> tuple[frozenset[str], ...]:
-    """Get the names of the layers of each rank of the pipeline that is planned for.
+    """Get the names of the layers of each rank of the pipeline that is being planned.
 
     Args:
-        kv_cache_spec: vLLM's cache spec of each layer, by layer name. Outside of `planned_for`, all
-            layers are of one rank, as in a worker that profiles with only its own layers.
+        kv_cache_spec: vLLM's cache spec of each layer, by layer name. It is used only outside of
+            `planned_for`, and then all its layers count as one rank. A worker that profiles calls
+            this with only its own layers.
     """
     return _layers.get() or (frozenset(kv_cache_spec),)

@@ -1,4 +1,4 @@
-"""What an arena has room for, said as the engine starts: how long a request, how many states."""
+"""Checks and log lines at the start of an engine: the requests and states that its arena holds."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @contextmanager
 def _model_tokens(model_config: "ModelConfig", num_tokens: int) -> Generator[None]:
-    """Let vLLM's specs, which read the greatest length where it is set, count with another."""
+    """Set --max-model-len within this context, because vLLM's cache specs read it from there."""
     before = model_config.max_model_len
     model_config.max_model_len = num_tokens
     try:
@@ -40,14 +40,14 @@ def _model_tokens(model_config: "ModelConfig", num_tokens: int) -> Generator[Non
 def needed_large_pages(
     vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec], num_tokens: int
 ) -> int:
-    """Get the large pages of the smallest arena that takes a request of a length.
+    """Get the number of large pages of the smallest arena that holds a request of a given length.
 
-    The null page is one of them.
+    The null page is included.
 
     Args:
-        vllm_config: Of the engine.
-        groups: Made by `layout.get_kv_cache_groups`, of a rank or of all.
-        num_tokens: The length: prompt and answer.
+        vllm_config: Configuration of the engine.
+        groups: Groups from `layout.get_kv_cache_groups`, of one rank or of all ranks.
+        num_tokens: Number of tokens of the request, prompt and answer together.
     """
     with _model_tokens(vllm_config.model_config, num_tokens):
         return 1 + large_pages_of_longest_request(vllm_config, groups)
@@ -56,14 +56,15 @@ def needed_large_pages(
 def longest_request_tokens(
     vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec], num_large_pages: int
 ) -> int:
-    """Get the greatest --max-model-len with which an engine starts; 0 where there is none.
+    """Get the largest --max-model-len with which the engine starts. 0 means that there is none.
 
-    It is at most the present one, which steps have no more tokens than with.
+    The result is at most the present value. Steps have no more tokens with a smaller value than
+    with the present one, so counting with the present steps is safe.
 
     Args:
-        vllm_config: Of the engine.
-        groups: Made by `layout.get_kv_cache_groups`, of a rank or of all.
-        num_large_pages: Of the arena, the null page included.
+        vllm_config: Configuration of the engine.
+        groups: Groups from `layout.get_kv_cache_groups`, of one rank or of all ranks.
+        num_large_pages: Number of large pages of the arena, the null page included.
     """
     low, high = 0, vllm_config.model_config.max_model_len
     while low < high:
@@ -81,23 +82,23 @@ def check_longest_request(
     kv_cache_specs: Sequence[Mapping[str, "KVCacheSpec"]],
     available_memory: Sequence[int],
 ) -> None:
-    """Refuse an arena without room for one request of the greatest length, before vLLM does.
+    """Refuse an arena that cannot hold one request of --max-model-len tokens, before vLLM does.
 
-    Where vLLM is to find the length, a request of one token must fit.
+    If vLLM is to find the length itself (`auto`), a request of one token must fit.
 
     Args:
-        vllm_config: Of the engine.
-        groups: Made by `layout.get_kv_cache_groups`, of all ranks.
-        kv_cache_specs: Of each worker vLLM's cache spec of each layer, by layer name.
-        available_memory: Of each worker, in bytes.
+        vllm_config: Configuration of the engine.
+        groups: Groups from `layout.get_kv_cache_groups`, of all ranks.
+        kv_cache_specs: For each worker, vLLM's cache spec of each layer, by layer name.
+        available_memory: For each worker, bytes for its cache.
 
     Raises:
-        ValueError: It has none; the message says which length fits, and how many bytes all would
-            take.
+        ValueError: The arena is too small. The message says which length fits. It also says how
+            many bytes the whole length takes or, with a fixed number of blocks, how many blocks.
     """
     model_config = vllm_config.model_config
     if not groups or min(available_memory) <= 0:
-        return  # nothing to store, or nowhere to: vLLM says so
+        return  # without layers or memory: vLLM reports that itself
     stages = [stage_of(project_groups(groups, specs)) for specs in kv_cache_specs]
     rooms = [
         num_bytes // stage.large_page_bytes
@@ -133,9 +134,10 @@ def check_longest_request(
 
 
 def requests_with_states(config: JengaKVCacheConfig) -> int | None:
-    """Get how many requests of one token an arena holds at once; None where layers have no states.
+    """Get the number of requests of one token that an arena holds at once.
 
-    That is their states, and a page of every other layer type.
+    Each of them takes its states, and a page of every other layer type. None means that no layer
+    has states.
     """
     geometry = geometry_of(config)
     if not any(table.is_state for table in geometry.page_tables):
@@ -157,11 +159,11 @@ def requests_with_states(config: JengaKVCacheConfig) -> int | None:
 
 
 def report_states(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
-    """Log how many requests' states fit where --max-num-seqs asks for more.
+    """Log the number of requests whose states fit, if --max-num-seqs is larger.
 
     Args:
-        vllm_config: Of the engine.
-        config: Of any worker: all have as many large pages.
+        vllm_config: Configuration of the engine.
+        config: Configuration of any worker, because all have the same number of large pages.
     """
     if not isinstance(config, JengaKVCacheConfig) or not config.kv_cache_groups:
         return
@@ -178,12 +180,12 @@ def report_states(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
 
 
 def report_graphs(estimated_bytes: int, config: JengaKVCacheConfig, *, is_left_out: bool) -> None:
-    """Log what vLLM estimated that CUDA graphs take, beside the arena of a worker.
+    """Log vLLM's estimate of the memory of CUDA graphs, compared with the arena of a worker.
 
     Args:
-        estimated_bytes: 0 where nothing was estimated; then nothing is logged.
-        config: Of the worker.
-        is_left_out: Whether the arena was made smaller by them.
+        estimated_bytes: Estimated bytes. 0 means that vLLM made no estimate: nothing is logged.
+        config: Configuration of the worker.
+        is_left_out: Whether vLLM made the arena smaller by these bytes.
     """
     if not estimated_bytes or not config.kv_cache_groups:
         return
