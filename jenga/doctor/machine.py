@@ -172,7 +172,7 @@ def _no_gpu(cuda: str | None) -> Finding:
         "GPU",
         Status.NOTE,
         "no NVIDIA GPU",
-        "vLLM's CPU build serves here, but so slowly that it is only good for a try",
+        "vLLM's CPU build serves here, but very slowly; use it only to try things out",
     )
 
 

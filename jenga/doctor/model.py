@@ -145,7 +145,9 @@ def _memory_findings(facts: ModelFacts, machine: Machine, budget: Budget) -> Ite
         f"set aside for activations (assumed)"
     )
     if not machine.gpus:
-        yield _finding("memory", Status.NOTE, arena, "planned without a GPU here")
+        yield _finding(
+            "memory", Status.NOTE, arena, "this machine has no GPU, so this one is assumed"
+        )
     elif budget.arena_bytes > 0:
         yield _finding("memory", Status.FINE, arena)
     if facts.weight_bytes is None:

@@ -255,9 +255,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m perf.counts.static_counts", description=__doc__
     )
-    parser.add_argument("--only", default="", help="rows whose shape begins with this")
-    parser.add_argument("--peers", choices=("vllm", "none"), default="vllm")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of the table")
+    parser.add_argument(
+        "--only", default="", help="count only shapes whose name begins with this text"
+    )
+    parser.add_argument(
+        "--peers",
+        choices=("vllm", "none"),
+        default="vllm",
+        help="implementations to compare with (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="write the table to this folder"
+    )
     options = parser.parse_args(arguments)
     from triton.runtime import driver
 

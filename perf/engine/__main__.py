@@ -99,32 +99,49 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=3600.0, help="for all of this call")
+    add("--seconds", type=float, default=3600.0, help="time limit of this call, in seconds")
     add(
         "--folder",
         type=Path,
         default=ROOT / ".cache" / "engine",
-        help="of rows, outputs, logs and caches",
+        help="folder of rows, outputs, logs and caches (default: %(default)s)",
     )
-    add("--only", nargs="*", default=[], help="parts of cases' names")
-    add("--sides", nargs="*", default=[], help=f"some of {', '.join(sides.SIDES)}")
-    add("--tiny", action="store_true", help="tiny models, on a CPU; times mean nothing")
-    add("--list", action="store_true", help="print the entries and end")
+    add(
+        "--only",
+        nargs="*",
+        default=[],
+        help="run only cases whose name contains one of these texts",
+    )
+    add("--sides", nargs="*", default=[], help=f"run only these sides, of {', '.join(sides.SIDES)}")
+    add("--tiny", action="store_true", help="run tiny models on a CPU; their times mean nothing")
+    add("--list", action="store_true", help="print the entries and exit")
     add("--bundle", help="folders of an offline bundle of vLLM, separated by ':'")
-    add("--site", type=Path, help="where the bundle is unpacked")
-    add("--restore", type=Path, help="folder of what an earlier call left with --out")
-    add("--out", type=Path, help="folder for rows, logs and caches that are to leave the machine")
+    add("--site", type=Path, help="folder to which the bundle is unpacked")
+    add("--restore", type=Path, help="folder that an earlier call wrote with --out")
+    add("--out", type=Path, help="also write rows, logs and caches to this folder, to take along")
     add("--without-warmers", action="store_true", help="compile nothing in advance")
-    add("--without-trials", action="store_true", help="hold no trials of kernels at the end")
+    add("--without-trials", action="store_true", help="run no trials of kernels at the end")
     own = parser.add_argument_group("a model of your own")
-    own.add_argument("--model", type=Path, help="its folder")
-    own.add_argument("--trace", help="what it serves, as `jenga replay` takes it")
-    own.add_argument("--cache", help="bytes of its cache, as in 20GiB")
-    own.add_argument("--limit", type=int, help="at most so many requests")
-    own.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
-    own.add_argument("--runs", type=int, default=2, help="of the trace, by each engine")
-    own.add_argument("--random-weights", action="store_true", help="read no weights")
-    own.add_argument("--engine", type=json.loads, default={}, help="further arguments, as JSON")
+    own.add_argument("--model", type=Path, help="folder of the model")
+    own.add_argument("--trace", help="trace to serve, as for `jenga replay --trace`")
+    own.add_argument("--cache", help="size of its cache, such as 20GiB")
+    own.add_argument("--limit", type=int, help="most requests of the trace")
+    own.add_argument(
+        "--speed",
+        type=float,
+        default=1.0,
+        help="factor by which arrivals are faster than in the trace",
+    )
+    own.add_argument("--runs", type=int, default=2, help="runs of the trace by each engine")
+    own.add_argument(
+        "--random-weights", action="store_true", help="use random weights instead of the model's"
+    )
+    own.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        help="further arguments of the engine, as a JSON object",
+    )
     return parser
 
 

@@ -223,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0.
     """
     parser = argparse.ArgumentParser(prog="python -m perf.engine.child", description=__doc__)
-    parser.add_argument("job", type=Path)
-    parser.add_argument("--replies", type=int, required=True)
+    parser.add_argument("job", type=Path, help="file of the job")
+    parser.add_argument("--replies", type=int, required=True, help="file descriptor for replies")
     options = parser.parse_args(arguments)
     os.set_inheritable(options.replies, False)  # noqa: FBT003  (its only form)
     child = Child(json.loads(options.job.read_text()), options.replies)

@@ -247,7 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("rows", nargs="+", type=Path, help="files of rows")
-    parser.add_argument("--out", type=Path, required=True, help="the page; the chart lies beside")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="file of the page; the chart goes into the same folder",
+    )
     options = parser.parse_args(arguments)
     rows = [row for path in options.rows for row in read(path)]
     measured = [row for row in rows if row["scale"] == Scale.FULL.value and row.get("gpu") != "cpu"]

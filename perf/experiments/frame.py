@@ -285,15 +285,23 @@ class Experiment:
             description=self.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.add_argument("--managers", nargs="+", choices=MANAGERS, default=self.managers)
-        parser.add_argument("--models", nargs="+", metavar="MODEL", help="cases of these only")
+        parser.add_argument(
+            "--managers",
+            nargs="+",
+            choices=MANAGERS,
+            default=self.managers,
+            help="managers to replay with (default: all of this experiment)",
+        )
+        parser.add_argument(
+            "--models", nargs="+", metavar="MODEL", help="run only the cases of these models"
+        )
         parser.add_argument(
             "--save",
             type=Path,
             nargs="?",
             const=FOLDER,
             metavar="FOLDER",
-            help="keep the rows and the table there (default: perf/results/cpu/experiments)",
+            help="write rows and the table to this folder (default: perf/results/cpu/experiments)",
         )
         parser.add_argument(
             "--kept",
@@ -301,7 +309,7 @@ class Experiment:
             nargs="?",
             const=FOLDER,
             metavar="FOLDER",
-            help="take the rows that are kept there, and run only what is not",
+            help="take existing rows from this folder, and run only the other cases",
         )
         options = parser.parse_args(arguments)
         kept = {} if options.kept is None else _kept(options.kept / f"{self.name}.jsonl")

@@ -155,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("bundle", type=Path, help="folder of a bundle")
-    parser.add_argument("out", type=Path, help="folder of the parts")
+    parser.add_argument("bundle", type=Path, help="folder of the bundle")
+    parser.add_argument("out", type=Path, help="folder to write the parts to")
     options = parser.parse_args(arguments)
     for part, num_bytes in split(options.bundle, options.out).items():
         print(f"{options.out / part}: {num_bytes / 2**20:.2f} MiB")

@@ -145,10 +145,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("list", nargs="?", type=Path, help="file of lines")
-    parser.add_argument("--seconds", type=float, default=300.0, help="begin shapes for so long")
+    parser.add_argument(
+        "list", nargs="?", type=Path, help="file of the list (default: the built-in list)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="begin no shape after this number of seconds"
+    )
     parser.add_argument("--results", type=Path, required=True, help="folder of the rows")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, rows are thrown away")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run tiny shapes, and drop their rows"
+    )
     options = parser.parse_args(arguments)
     text = BEHIND if options.list is None else options.list.read_text()
     items = read_list(text)

@@ -364,25 +364,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", type=Path, required=True, help="folder of rows and logs")
-    parser.add_argument("--resume", type=Path, help="results of an earlier session, copied first")
-    parser.add_argument("--archive", type=Path, help="one file, .tar.gz, to keep the results in")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin and run for so long")
-    parser.add_argument("--bundle", help="folders of the offline bundle, separated by ':'")
-    parser.add_argument("--site", type=Path, help="where the bundle is unpacked")
     parser.add_argument(
-        "--only", nargs="*", default=[""], help="stages whose name begins with one of these"
+        "--resume", type=Path, help="results of an earlier session, which are copied first"
+    )
+    parser.add_argument("--archive", type=Path, help="also write the results to this .tar.gz file")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="time limit of this call (default: %(default)s)"
+    )
+    parser.add_argument("--bundle", help="folders of the offline bundle, separated by ':'")
+    parser.add_argument("--site", type=Path, help="folder to which the bundle is unpacked")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[""],
+        help="run only stages whose name begins with one of these",
     )
     cores = os.cpu_count() or 1
     parser.add_argument(
-        "--jobs", type=int, default=max(1, cores // CORES_OF_A_STAGE), help="stages at a time"
+        "--jobs",
+        type=int,
+        default=max(1, cores // CORES_OF_A_STAGE),
+        help="number of stages that run at once",
     )
-    parser.add_argument("--list", action="store_true", help="print the stages and end")
-    parser.add_argument("--kernels", type=Path, help="compiled before: perf.gpu.precompiled --pack")
+    parser.add_argument("--list", action="store_true", help="print the stages and exit")
+    parser.add_argument(
+        "--kernels", type=Path, help="kernels packed by perf.gpu.precompiled --pack"
+    )
     brief = parser.add_argument_group("in minutes")
-    brief.add_argument("--brief", action="store_true", help="all tests at once, then a list")
-    brief.add_argument("--tests", nargs="*", default=[], help="files of tests: kv_store ...")
-    brief.add_argument("--test-minutes", type=float, default=2.5, help="for all of them")
-    brief.add_argument("--list-file", type=Path, help="otherwise perf.gpu.gpu_list's own list")
+    brief.add_argument(
+        "--brief", action="store_true", help="run all tests at once, and then a list"
+    )
+    brief.add_argument("--tests", nargs="*", default=[], help="files of tests, such as kv_store")
+    brief.add_argument("--test-minutes", type=float, default=2.5, help="time limit of all tests")
+    brief.add_argument(
+        "--list-file", type=Path, help="list of benchmarks (default: that of perf.gpu.gpu_list)"
+    )
     options = parser.parse_args(arguments)
     every = _stages_of(options)
     planned = [stage for stage in every if stage.name.startswith(tuple(options.only))]

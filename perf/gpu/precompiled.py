@@ -259,12 +259,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="of compiled kernels")
-    parser.add_argument("tests", nargs="*", help="of kernels, to compile for; EMULATED_GPU=90")
-    parser.add_argument("--list", nargs="?", const="", help="compile for perf.gpu.gpu_list")
-    parser.add_argument("--peers", action="store_true", help="with --list: vLLM's kernels too")
-    parser.add_argument("--pack", type=Path, help="write the folder's kernels here")
-    parser.add_argument("--unpack", type=Path, help="add these kernels to the folder")
+    parser.add_argument("folder", type=Path, help="folder of compiled kernels")
+    parser.add_argument(
+        "tests", nargs="*", help="test files whose kernels are compiled; needs EMULATED_GPU=90"
+    )
+    parser.add_argument(
+        "--list",
+        nargs="?",
+        const="",
+        help="compile the kernels of a list of perf.gpu.gpu_list (default: its built-in list)",
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="with --list: also compile vLLM's kernels"
+    )
+    parser.add_argument("--pack", type=Path, help="pack the kernels of the folder into this file")
+    parser.add_argument("--unpack", type=Path, help="add the kernels of this file to the folder")
     options = parser.parse_args(arguments)
     if options.tests and os.environ.get("EMULATED_GPU") != "90":
         parser.error("tests are compiled for with EMULATED_GPU=90 set")

@@ -105,8 +105,10 @@ def small_tests() -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.gpu.sanitize", description=__doc__)
-    parser.add_argument("tool", choices=TOOLS)
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("tool", choices=TOOLS, help="tool of compute-sanitizer")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of processes that run at once"
+    )
     options = parser.parse_args(arguments)
     tool = options.tool
     path = os.pathsep.join([os.environ.get("PATH", ""), USUAL_PATH])

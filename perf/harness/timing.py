@@ -100,33 +100,42 @@ class Benchmark:
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.add_argument("--only", default="", help="shapes whose name contains this")
+        parser.add_argument(
+            "--only", default="", help="time only shapes whose name contains this text"
+        )
         parser.add_argument(
             "--peers",
             default="all",
-            help="implementations beside ours, by comma; 'none' for ours alone",
+            help="implementations to compare with, separated by commas; 'none' times only ours",
         )
         parser.add_argument(
             "--results", type=Path, default=ROOT / "perf" / "results", help="folder of the rows"
         )
-        parser.add_argument("--skip-tests", action="store_true", help="for work on the benchmark")
         parser.add_argument(
-            "--tests-passed", nargs="*", default=[], help="test files that need not run again"
+            "--skip-tests",
+            action="store_true",
+            help="skip the tests, while you work on the benchmark",
+        )
+        parser.add_argument(
+            "--tests-passed",
+            nargs="*",
+            default=[],
+            help="test files that have passed and are not run again",
         )
         parser.add_argument(
             "--go-on",
             action="store_true",
-            help="leave out shapes measured before at this commit, but the last, perhaps cut short",
+            help="skip shapes measured at this commit, except the last one, which may be cut short",
         )
         parser.add_argument(
             "--compile-only",
             action="store_true",
-            help="launch everything once, so that it is compiled, and time nothing",
+            help="launch each kernel once, so that it is compiled, and time nothing",
         )
         parser.add_argument(
             "--dry-run",
             action="store_true",
-            help="tiny shapes, on a CPU too; rows go to a temporary folder and mean nothing",
+            help="run tiny shapes, also on a CPU; rows go to a temporary folder and mean nothing",
         )
         if configure is not None:
             configure(parser)

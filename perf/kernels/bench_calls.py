@@ -209,8 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and text")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="write rows and text to this folder"
+    )
     options = parser.parse_args(arguments)
     # With an empty value, vLLM finds Triton on a machine without a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

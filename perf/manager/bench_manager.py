@@ -434,13 +434,32 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", nargs="*", default=MODELS)
-    parser.add_argument("--arena-gb", type=float, default=400)
-    parser.add_argument("--arena-factors", type=int, nargs="*", default=[])
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--metrics", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and text")
+    parser.add_argument("models", nargs="*", default=MODELS, help="names of known models")
+    parser.add_argument(
+        "--arena-gb",
+        type=float,
+        default=400,
+        help="size of the arena, in GB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--arena-factors",
+        type=int,
+        nargs="*",
+        default=[],
+        help="compare arenas that are this number of times as large",
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the host memory of the managers instead"
+    )
+    parser.add_argument(
+        "--metrics", action="store_true", help="measure the host time of the metrics instead"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="write rows and text to this folder"
+    )
     arguments = parser.parse_args()
     arena_bytes = int(arguments.arena_gb * 1e9)
     print(machine_line())

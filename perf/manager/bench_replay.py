@@ -249,14 +249,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--requests", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names of known models")
     parser.add_argument(
-        "--traces", nargs="+", type=int, metavar="N", help="whole traces of so many requests"
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[16, 64, 256],
+        help="numbers of decoding requests",
+    )
+    parser.add_argument(
+        "--traces",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="replay whole traces of these numbers of requests instead",
     )
     parser.add_argument("--one-trace", type=int, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="rows as JSON lines, not a table")
-    parser.add_argument("--save", action="store_true", help="keep them in perf/results/cpu")
+    parser.add_argument(
+        "--json", action="store_true", help="print rows as JSON lines instead of a table"
+    )
+    parser.add_argument("--save", action="store_true", help="write the rows to perf/results/cpu")
     options = parser.parse_args(arguments)
     if options.one_trace:
         print(json.dumps(asdict(measure_trace(options.one_trace))))

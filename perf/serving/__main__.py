@@ -133,34 +133,82 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few cells, in some minutes")
-    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL")
-    parser.add_argument("--workloads", nargs="+", choices=(*WORKLOADS, MOONCAKE), metavar="NAME")
-    parser.add_argument("--budgets", nargs="+", type=float, metavar="SHARE", help="of the arena")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N")
-    parser.add_argument("--loads", nargs="*", type=int, choices=LOADS, metavar="PERCENT")
-    parser.add_argument("--systems", nargs="*", help="the first is compared with stock")
     parser.add_argument(
-        "--stock", nargs="+", metavar="SETTING", help="of stock, such as default, retention=8192"
+        "--quick", action="store_true", help="measure only a few cells, which takes minutes"
     )
-    parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, metavar="MODEL", help="models of the cells"
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=(*WORKLOADS, MOONCAKE),
+        metavar="NAME",
+        help="workloads of the cells",
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        type=float,
+        metavar="SHARE",
+        help="arena sizes of the cells, as shares of the arena that the GPUs have",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of the cells")
+    parser.add_argument(
+        "--loads",
+        nargs="*",
+        type=int,
+        choices=LOADS,
+        metavar="PERCENT",
+        help="arrival rates, in percent of the capacity of stock vLLM",
+    )
+    parser.add_argument(
+        "--systems", nargs="*", help="systems of Jenga; the first one is compared with stock vLLM"
+    )
+    parser.add_argument(
+        "--stock",
+        nargs="+",
+        metavar="SETTING",
+        help="settings of stock vLLM, such as default, retention=8192",
+    )
+    parser.add_argument(
+        "--mooncake", type=Path, metavar="FILE", help="Mooncake's trace, conversation_trace.jsonl"
+    )
     parser.add_argument(
         "--asynchronous", action="store_true", help="schedule a step while the one before it runs"
     )
     parser.add_argument(
-        "--cold", action="store_true", help="no warm-up: all requests count, at one rate"
+        "--cold", action="store_true", help="no warm-up: all requests arrive at one rate and count"
     )
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="rows")
     parser.add_argument(
-        "--known", nargs="+", type=Path, default=[], metavar="FILE", help="rows measured before"
+        "--out", type=Path, default=OUT, metavar="FILE", help="file to which rows are added"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes, a cell each")
     parser.add_argument(
-        "--minutes", type=float, metavar="M", help="begin no cell after so many minutes"
+        "--known",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="files of rows that are not measured again",
     )
-    parser.add_argument("--table", action="store_true", help="measure nothing")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
-    parser.add_argument("--causes", type=Path, metavar="FILE", help="of losses, a JSON object")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of processes; each measures one cell at a time"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no cell after this number of minutes"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="measure nothing, and only print the table"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the table to this file"
+    )
+    parser.add_argument(
+        "--causes",
+        type=Path,
+        metavar="FILE",
+        help="JSON object with the causes of losses, for the table",
+    )
     return parser
 
 

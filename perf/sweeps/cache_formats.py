@@ -145,8 +145,12 @@ def compared(
 def main() -> None:
     """Print a row for each format."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
+    parser.add_argument(
+        "--windows", type=int, default=8, help="number of windows of text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="tokens of a window (default: %(default)s)"
+    )
     options = parser.parse_args()
     directory = gemma3_270m_directory("float32")
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()

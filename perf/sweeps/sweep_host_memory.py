@@ -127,11 +127,26 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [name for name, _ in CASES]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="all, unless some are named")
-    parser.add_argument("--times", nargs="+", type=int, default=TIMES, metavar="N")
-    parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and table")
+    parser.add_argument(
+        "--models", nargs="+", choices=names, default=names, help="models to replay (default: all)"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", metavar="NAME", help="workloads to replay (default: all)"
+    )
+    parser.add_argument(
+        "--times",
+        nargs="+",
+        type=int,
+        default=TIMES,
+        metavar="N",
+        help="sizes of host memory, in multiples of the arena",
+    )
+    parser.add_argument(
+        "--mooncake", type=Path, metavar="FILE", help="Mooncake's trace, conversation_trace.jsonl"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="write rows and the table to this folder"
+    )
     arguments = parser.parse_args()
     known = workloads(arguments.mooncake)
     chosen = arguments.workloads or list(known)

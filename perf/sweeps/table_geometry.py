@@ -138,14 +138,16 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help="known names; all where absent")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("models", nargs="*", help="names of known models (default: all)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=RANKS, help="numbers of tensor-parallel ranks"
+    )
     parser.add_argument(
         "--formats",
         nargs="+",
         type=KvFormat,
         default=FORMATS,
-        help=", ".join(kv_format.value for kv_format in KvFormat),
+        help="formats of keys and values: " + ", ".join(kv_format.value for kv_format in KvFormat),
     )
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.models) - set(known_names()))

@@ -384,14 +384,28 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", choices=known_names(), default=known_names())
-    parser.add_argument("--lengths", nargs="+", choices=ALL_LENGTHS, default=ALL_LENGTHS)
-    parser.add_argument("--json", action="store_true", help="rows as JSON lines, not a table")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=known_names(),
+        default=known_names(),
+        help="names of known models (default: all)",
+    )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        choices=ALL_LENGTHS,
+        default=ALL_LENGTHS,
+        help="request lengths (default: all)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print rows as JSON lines instead of a table"
+    )
     parser.add_argument(
         "--save",
         type=Path,
         metavar="FOLDER",
-        help="of rows and table; a case measured again replaces what is there of it",
+        help="write rows and the table to this folder; cases measured again replace their rows",
     )
     arguments = parser.parse_args()
     machine = {"machine": machine_line()} if arguments.save else {}

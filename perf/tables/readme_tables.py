@@ -598,7 +598,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing, and only compare")
     wrong = write(checks_only=parser.parse_args(arguments).check)
     print("\n".join(wrong) or "all texts say what the rows do")
     return int(bool(wrong))

@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 1 if the folder has no rows.
     """
     parser = argparse.ArgumentParser(prog="python -m perf.tables.table_gpu", description=__doc__)
-    parser.add_argument("folder", type=Path, help="of one GPU's rows")
+    parser.add_argument("folder", type=Path, help="folder with the rows of one GPU")
     folder = parser.parse_args(arguments).folder.resolve()
     if not any(folder.glob("bench_*.jsonl")):
         print(f"{folder} has no bench_*.jsonl", file=sys.stderr)
