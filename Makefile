@@ -75,7 +75,7 @@ wheel-test: $(ENVIRONMENT) ## build the wheel, install it in an environment of i
 cpu-requirements: $(ENVIRONMENT) ## make the extra `cpu` of pyproject.toml from the metadata of vLLM's CPU build
 	$(BIN)/python -m tests.installation.cpu_requirements
 
-lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
+lint: $(ENVIRONMENT) ## check format, lint, types, import contracts, spelling and the English of texts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
