@@ -50,7 +50,7 @@ CACHE_DTYPES = (
 )
 """Values of --kv-cache-dtype that are served. vLLM's fp8 is float8_e4m3fn.
 
-vLLM's own Triton backend treats fp8_e5m2 as float8_e4m3fn, which an A100 does not support. Here
+vLLM's own Triton backend treats fp8_e5m2 as float8_e4m3fn, a format that an A100 lacks. Here
 fp8_e5m2 is float8_e5m2.
 """
 
