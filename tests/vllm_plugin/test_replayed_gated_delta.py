@@ -430,7 +430,7 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
     mamba2 = {"five": spec_of(((3, 2 * 8 + 2 * 16), (2, 8, 16)), kind="MAMBA2")}
 
     layers = "got a model without Mamba-2 layers or layers of the gated delta rule"
-    rows = "got rows of 24 bytes in layer {!r} .*in rows of multiples of 16 bytes"
+    rows = "got rows of 24 bytes in layer {!r} .*rows must be multiples of 16 bytes"
     tokens = "got 65 tokens in layer 'two', which can keep 64 .*at most 64 tokens"
     for specs in (mamba1, delta):  # of a model whose layers run on vLLM's operations
         with pytest.raises(ValueError, match=layers):
@@ -457,7 +457,7 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
         (16, 0, 16),
         (None, 8, 8),
         (8, 8, 8),
-        (16, 8, "--replayssm-buffer-len 16 beside JENGA_HISTORY_TOKENS 8 .*must name one length"),
+        (16, 8, "--replayssm-buffer-len 16 beside JENGA_HISTORY_TOKENS 8 .*must give the same length"),
         (None, 7, "JENGA_HISTORY_TOKENS 7, .*are 8 .*at least two steps"),
     ],
 )

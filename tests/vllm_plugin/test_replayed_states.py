@@ -185,7 +185,7 @@ def test_histories_are_for_mamba2_layers_with_rows_of_whole_loads(config):  # no
     odd = {"two": spec(MambaAttentionBackendEnum.MAMBA2, ((3, 2 * 6 + 2 * 16), (2, 6, 16)))}
     with pytest.raises(ValueError, match="got a model without Mamba-2 layers or layers of the"):
         with_histories(replaying(config), mamba1)
-    rows = "got rows of 24 bytes in layer 'two' .*in rows of multiples of 16 bytes"
+    rows = "got rows of 24 bytes in layer 'two' .*rows must be multiples of 16 bytes"
     with pytest.raises(ValueError, match=rows):
         with_histories(replaying(config), odd)
     assert with_histories(replaying(config, 0), odd) == odd
