@@ -98,5 +98,6 @@ def test_an_arena_too_small_for_one_request_is_refused_at_start_up_with_the_numb
         by_references=True,
     )
 
-    assert "serve at least one request" in result["error"]
-    assert "(256)" in result["error"]  # its length, and how much would do
+    assert "one request of 256 tokens (--max-model-len) takes" in result["error"]
+    assert "614400 bytes of cache memory" in result["error"]
+    assert "would do (--kv-cache-memory-bytes" in result["error"]
