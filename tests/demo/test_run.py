@@ -158,6 +158,6 @@ def test_demo_with_an_arena_too_small_says_so_in_one_line(tmp_path, monkeypatch)
     assert process.stdout == ""
     error = process.stderr.splitlines()[-1]
     assert error.startswith("jenga: error: vLLM failed: ")
-    assert "the model's max seq len (2048)" in error
+    assert "one request of 2048 tokens (--max-model-len) takes" in error
     assert f"(the engine's output is in {tmp_path}/" in error
     assert "Traceback" not in process.stderr
