@@ -7,7 +7,6 @@ vLLM alike. Both have blocks of as many tokens.
 
 import gc
 import json
-import logging
 import os
 import sys
 from concurrent.futures import Future
@@ -132,27 +131,6 @@ class DryExecutor(Executor):
         future = Future()
         future.set_result(output)
         return future
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged of the backend while an engine runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        """Keep one line."""
-        text = record.getMessage()
-        if "JENGA_TRITON" in text:
-            self.texts.append(text)
-
-    def __enter__(self):
-        logging.getLogger("vllm").addHandler(self)
-        return self.texts
-
-    def __exit__(self, *_):
-        logging.getLogger("vllm").removeHandler(self)
 
 
 def metrics_of(llm):
@@ -284,12 +262,10 @@ def main():
     results = {}
     for name, job in json.loads(Path(sys.argv[1]).read_text()).items():
         os.environ.update(job.get("environment", {}))
-        with Lines() as lines:
-            try:
-                results[name] = run(job)
-            except Exception as error:
-                results[name] = {"error": f"{type(error).__name__}: {error}"}
-        results[name]["log"] = lines
+        try:
+            results[name] = run(job)
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
         for variable in job.get("environment", {}):
             del os.environ[variable]
         gc.collect()

@@ -392,7 +392,9 @@ def main():
     encoded = count_encoded(llm) if {"audio_seeds", "image_seeds"} & job.keys() else []
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
-    drafts = count_drafts(llm) if speculates else {}
+    # The scheduler of an engine in a process of its own is out of reach.
+    is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
+    drafts = count_drafts(llm) if speculates and is_near else {}
     if (speculates or is_pipeline) and preemptions is not None:
         check_each_step(llm)
     size = -(-len(prompts) // job.get("rounds", 1))

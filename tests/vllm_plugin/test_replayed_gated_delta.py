@@ -457,7 +457,7 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
         (16, 0, 16),
         (None, 8, 8),
         (8, 8, 8),
-        (16, 8, "--replayssm-buffer-len 16 beside JENGA_HISTORY_TOKENS 8 .*must give the same length"),
+        (16, 8, "--replayssm-buffer-len 16 beside JENGA_HISTORY_TOKENS 8 .*give the same length"),
         (None, 7, "JENGA_HISTORY_TOKENS 7, .*are 8 .*at least two steps"),
     ],
 )

@@ -47,7 +47,7 @@ def bytes_named(message):
 
 @pytest.fixture(scope="module")
 def run_dry(tiny_model, tmp_path_factory):
-    """Run all of vLLM's engine but its workers, a job each, and get what each told."""
+    """Run vLLM's engine without workers, a job each, and get what each told, and the log."""
 
     def run(jobs):
         folder = tmp_path_factory.mktemp("dry")
@@ -62,7 +62,7 @@ def run_dry(tiny_model, tmp_path_factory):
             engine_environment(VLLM_LOGGING_LEVEL="INFO"),
         )
         assert is_done, log[-4000:]
-        return json.loads((folder / "told.json").read_text())
+        return json.loads((folder / "told.json").read_text()), log
 
     return run
 
@@ -215,9 +215,9 @@ def test_an_engine_starts_with_the_length_named_or_found_and_runs_a_request_of_i
         options = small["options"] | {"max_model_len": length}
         return small | {"options": options, "rounds": rounds}
 
-    length = length_named(run_dry({"asked": job(512)})["asked"]["error"])
+    length = length_named(run_dry({"asked": job(512)})[0]["asked"]["error"])
     whole = [{"prompt": prompt(length - 4), "sampling": {"max_tokens": 4}}]
-    told = run_dry({"fits": job(length, whole), "auto": job(-1, whole), "more": job(length + 1)})
+    told, _ = run_dry({"fits": job(length, whole), "auto": job(-1, whole), "more": job(length + 1)})
 
     assert 64 < length < 512
     for name in ("fits", "auto"):
@@ -274,10 +274,11 @@ def test_requests_for_which_there_are_no_states_wait(run_dry):
     options = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 6 * 294912}
     job = {"layers": "states", "rounds": [short], "options": options | {"max_num_seqs": 60}}
 
-    told = run_dry({"many": job})["many"]
+    results, log = run_dry({"many": job})
+    told = results["many"]
 
     assert "error" not in told, told["error"]
-    ((fit, asked),) = STATES_LINE.findall("\n".join(told["log"]))
+    ((fit, asked),) = STATES_LINE.findall(log)
     assert asked == "60"
     assert 4 < int(fit) < 60
     assert max(len(step) for step in told["steps"]) == int(fit)
