@@ -1,7 +1,7 @@
 """Memory management for serving hybrid large language models.
 
 The package has floors, and each imports only from those below. From the bottom they are: `eviction`
-and `policies`, `layer_type` and `registration`, `spec` and `arena`, `geometry` and `models`,
+and `policies`, `layer_type`, `spec` and `arena`, then `geometry`, `models` and `registration`,
 `planning`, `tables`, `prefix`, `admission`, `manager`. The engines that use it, `vllm_plugin` and
 `sim`, are on top.
 """

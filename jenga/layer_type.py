@@ -1,7 +1,7 @@
 """What layers of one type store, and what every type of layers can be asked.
 
 A *slot* is one token's place in a token type, or one whole state in a state type. The types that
-the package knows are in `jenga.spec`. `jenga.registration` takes further ones.
+the package has are in `jenga.spec`. `jenga.registration` takes further ones.
 """
 
 from abc import ABC, abstractmethod
@@ -214,3 +214,52 @@ class LayerType(ABC):
     def keeps_encoder_tokens(self) -> bool:
         """Whether a decoding request still reads what an encoder made, as in cross attention."""
         return self.typical_tokens > 0 and not self.is_consumed
+
+
+_layer_types: dict[str, type[LayerType]] = {}
+
+
+def register(layer_type: type[LayerType]) -> None:
+    """Add a layer type whose policy was tried.
+
+    Raises:
+        ValueError: A layer type of this name is registered.
+    """
+    name = layer_type.__name__
+    if name in _layer_types:
+        msg = (
+            f"layer type {name!r} is registered twice, by {_layer_types[name].__module__!r} and by "
+            f"{layer_type.__module__!r}; each must have a name of its own and be registered once"
+        )
+        raise ValueError(msg)
+    _layer_types[name] = layer_type
+
+
+def layer_type_named(name: str) -> type[LayerType]:
+    """Return the registered layer type with a class name.
+
+    Raises:
+        ValueError: None has this name.
+    """
+    if name not in _layer_types:
+        msg = (
+            f"layer type {name!r} must be registered in this process with "
+            f"jenga.register_layer_type; registered are {', '.join(_layer_types)}"
+        )
+        raise ValueError(msg)
+    return _layer_types[name]
+
+
+def check_registered(layer_type: LayerType) -> None:
+    """Refuse a layer type that nobody registered.
+
+    Raises:
+        ValueError: Its class is not registered, or another class of that name is.
+    """
+    found = layer_type_named(type(layer_type).__name__)
+    if found is not type(layer_type):
+        msg = (
+            f"layer type {layer_type.name!r} must be of the registered class {found!r}, got "
+            f"{type(layer_type)!r}"
+        )
+        raise ValueError(msg)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jenga.layer_type import Layer, LayerType
+from jenga.layer_type import Layer, LayerType, register
 from jenga.policies.policy_check import check_policy
+from jenga.spec import State
 
 _EXAMPLE_PAGE_SLOTS = (1, 4, 16)
 """Numbers of slots of a page with which the policy of a registered type is tried."""
@@ -30,24 +31,7 @@ class CacheSpec:
     fields_of: Callable[[Any], Mapping[str, Any]]
 
 
-_layer_types: dict[str, type[LayerType]] = {}
 _cache_specs: dict[type, CacheSpec] = {}
-
-
-def register(layer_type: type[LayerType]) -> None:
-    """Add a layer type whose policy was tried.
-
-    Raises:
-        ValueError: A layer type of this name is registered.
-    """
-    name = layer_type.__name__
-    if name in _layer_types:
-        msg = (
-            f"layer type {name!r} is registered twice, by {_layer_types[name].__module__!r} and by "
-            f"{layer_type.__module__!r}; each must have a name of its own and be registered once"
-        )
-        raise ValueError(msg)
-    _layer_types[name] = layer_type
 
 
 def register_layer_type(
@@ -77,7 +61,7 @@ def register_layer_type(
     if not issubclass(layer_type, LayerType):
         msg = f"{owner} must inherit jenga.LayerType"
         raise ValueError(msg)  # noqa: TRY004  every mistake of a caller is one kind of error
-    if "__dataclass_params__" not in vars(layer_type) or not layer_type.__dataclass_params__.frozen:
+    if not getattr(vars(layer_type).get("__dataclass_params__"), "frozen", False):
         msg = f"{owner} must be a frozen dataclass with the fields name and layers"
         raise ValueError(msg)
     if (cache_spec is None) != (fields_of is None):
@@ -93,36 +77,6 @@ def register_layer_type(
         _cache_specs[cache_spec] = CacheSpec(
             layer_type=layer_type, cache_spec=cache_spec, fields_of=fields_of
         )
-
-
-def layer_type_named(name: str) -> type[LayerType]:
-    """Return the registered layer type with a class name.
-
-    Raises:
-        ValueError: None has this name.
-    """
-    if name not in _layer_types:
-        msg = (
-            f"layer type {name!r} must be registered in this process with "
-            f"jenga.register_layer_type; registered are {', '.join(_layer_types)}"
-        )
-        raise ValueError(msg)
-    return _layer_types[name]
-
-
-def check_registered(layer_type: LayerType) -> None:
-    """Refuse a layer type that nobody registered.
-
-    Raises:
-        ValueError: Its class is not registered, or another class of that name is.
-    """
-    found = layer_type_named(type(layer_type).__name__)
-    if found is not type(layer_type):
-        msg = (
-            f"layer type {layer_type.name!r} must be of the registered class {found!r}, got "
-            f"{type(layer_type)!r}"
-        )
-        raise ValueError(msg)
 
 
 def registered_cache_spec(cache_spec: type) -> CacheSpec | None:
@@ -163,6 +117,9 @@ def check_layer_type(layer_type: LayerType) -> None:
     owner = f"layer type {type(layer_type).__name__!r}"
     policy = layer_type.policy(1)
     facts = {
+        "a type with is_state must inherit jenga.spec.State": (
+            not layer_type.is_state or isinstance(layer_type, State)
+        ),
         "kind must be a text": bool(getattr(layer_type, "kind", "")),
         "keeps must be a text": bool(layer_type.keeps),
         "is_state must be the policy's is_overwritten": (

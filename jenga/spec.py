@@ -1,4 +1,4 @@
-"""The layer types that the package knows, and models made of them.
+"""The layer types of the package, and models made of them.
 
 Every layer type is one flat frozen dataclass, and a model is a tuple of them. Nothing here knows
 torch or vLLM.
@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jenga.checks import check_count, check_positive
-from jenga.layer_type import ELEMENT_BYTES, Layer, LayerType, StatePart, check_distinct
+from jenga.layer_type import (
+    ELEMENT_BYTES,
+    Layer,
+    LayerType,
+    StatePart,
+    check_distinct,
+    check_registered,
+    register,
+)
 from jenga.policies import LayerPolicy
 from jenga.policies.chunked_local import ChunkedLocalPolicy
 from jenga.policies.cross_attention import CrossAttentionPolicy
@@ -21,7 +29,6 @@ from jenga.policies.image_embedding import ImageEmbeddingPolicy
 from jenga.policies.sliding_window import SlidingWindowPolicy
 from jenga.policies.state import StatePolicy
 from jenga.policies.token_budget import TokenBudgetPolicy
-from jenga.registration import check_registered, register
 
 __all__ = [
     "ELEMENT_BYTES",

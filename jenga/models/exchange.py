@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from jenga.layer_type import layer_type_named
 from jenga.models.options import KvFormat, ReadOptions
-from jenga.registration import layer_type_named
 from jenga.spec import Layer, LayerType, StatePart
 
 

@@ -60,9 +60,3 @@ class TokenBudgetPolicy(TokenSlots):
         if self._dropped_tokens(facts):
             return 0
         return FullAttentionPolicy().get_possible_prefix(facts, is_hit, grain, at_most_tokens)
-
-    def reused_pages(
-        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
-    ) -> Sequence[int]:
-        """Return all pages of the prefix."""
-        return range(num_tokens // grain.page_slots)
