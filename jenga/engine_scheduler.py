@@ -27,7 +27,6 @@ from jenga.sim.batching.arena import ActiveRequest, ArenaBytes, Chunk, Memory, M
 from jenga.sim.batching.scheduler import Batch
 from jenga.sim.batching.step_time import step_tokens_of
 from jenga.sim.replays.session import Machine, Settings
-from jenga.spec import CrossAttention
 from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.patches.all_patches import apply_replacements
@@ -279,7 +278,7 @@ def make_engine(
             f"{settings.eviction!r}"
         )
         raise ValueError(msg)
-    if any(isinstance(each, CrossAttention) for each in model.layer_types):
+    if any(each.keeps_encoder_tokens for each in model.layer_types):
         msg = f"model {model.name!r} reads what an encoder makes, and replays make nothing of it"
         raise ValueError(msg)
     if manager == "vllm":

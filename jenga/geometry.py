@@ -14,15 +14,8 @@ from dataclasses import dataclass
 from math import lcm
 
 from jenga.checks import check_count, check_positive
-from jenga.spec import (
-    FullAttention,
-    ImageEmbedding,
-    Layer,
-    LayerType,
-    ModelSpec,
-    SlidingWindow,
-    State,
-)
+from jenga.policies import LayerPolicy
+from jenga.spec import Layer, LayerType, ModelSpec
 
 TOKENS_PER_PAGE = 16
 """Default number of tokens of a small page, which is also the step of prefix hits."""
@@ -69,7 +62,7 @@ class PageTable:
         _check_layer_range(owner, self.layer_type, self.layer_start, self.layer_end)
         for field in ("tokens_per_page", "small_page_bytes", "small_pages_per_large_page"):
             check_positive(owner, field, getattr(self, field))
-        shared_tokens = 1 if self.is_state else tokens_per_slot(self.layer_type)
+        shared_tokens = 1 if self.is_state else self.layer_type.tokens_per_slot
         if self.tokens_per_page % shared_tokens or (self.is_state and self.tokens_per_page != 1):
             wanted = "1" if self.is_state else f"a multiple of {shared_tokens}"
             msg = f"{owner}: tokens_per_page must be {wanted}, got {self.tokens_per_page}"
@@ -99,12 +92,12 @@ class PageTable:
     @property
     def is_state(self) -> bool:
         """Whether a small page holds one state instead of tokens."""
-        return isinstance(self.layer_type, State)
+        return self.layer_type.is_state
 
     @property
     def slots_per_page(self) -> int:
         """Number of slots of a small page, below its tokens if several tokens share a slot."""
-        return self.tokens_per_page // tokens_per_slot(self.layer_type)
+        return self.tokens_per_page // self.layer_type.tokens_per_slot
 
     @property
     def slot_bytes(self) -> int:
@@ -120,6 +113,10 @@ class PageTable:
     def padding_bytes(self) -> int:
         """Bytes of a small page that never hold data."""
         return self.small_page_bytes - self.payload_bytes
+
+    def policy(self) -> LayerPolicy:
+        """Return the policy of the layer type, for pages of this length."""
+        return self.layer_type.policy(self.tokens_per_page)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,16 +203,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def tokens_per_slot(layer_type: LayerType) -> int:
-    """Return the number of tokens that share a slot of this type."""
-    return layer_type.tokens_per_slot if isinstance(layer_type, FullAttention) else 1
-
-
-def has_pages(layer_type: LayerType) -> bool:
-    """Whether the type has small pages of its own, and does not use those of a host."""
-    return not isinstance(layer_type, ImageEmbedding) or layer_type.host is None
-
-
 def place_layers(
     layer_type: LayerType,
     *,
@@ -242,8 +229,8 @@ def place_layers(
     _check_layer_range(owner, layer_type, layer_start, layer_end)
     check_positive(owner, "tokens_per_page", tokens_per_page)
     check_positive(owner, "alignment_bytes", alignment_bytes)
-    page_tokens = _page_tokens(layer_type, tokens_per_page)
-    num_slots = page_tokens // tokens_per_slot(layer_type)
+    page_tokens = layer_type.tokens_per_page or lcm(tokens_per_page, layer_type.tokens_per_slot)
+    num_slots = page_tokens // layer_type.tokens_per_slot
     offsets: list[int] = []
     part_offsets: list[tuple[int, ...]] = []
     end_bytes = 0
@@ -276,16 +263,6 @@ def _check_layer_range(owner: str, layer_type: LayerType, layer_start: int, laye
             f"layers, got {layer_start} and {layer_end}"
         )
         raise ValueError(msg)
-
-
-def _page_tokens(layer_type: LayerType, tokens_per_page: int) -> int:
-    match layer_type:
-        case State():
-            return 1
-        case FullAttention(tokens_per_page=int(own)) | SlidingWindow(tokens_per_page=int(own)):
-            return own
-        case _:
-            return lcm(tokens_per_page, tokens_per_slot(layer_type))
 
 
 def check_page_options(*, tokens_per_page: int, alignment_bytes: int) -> None:
@@ -323,7 +300,7 @@ def place_whole_types(
     return tuple(
         place_layers(layer_type, tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes)
         for layer_type in model.layer_types
-        if has_pages(layer_type)
+        if layer_type.has_pages
     )
 
 

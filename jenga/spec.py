@@ -1,117 +1,54 @@
-"""The bytes and tokens that each layer type of a model stores, and nothing else.
+"""The layer types of the package, and models made of them.
 
-A *slot* is one token's place in a token type, or one whole state in a state type. Every layer type
-is one flat frozen dataclass, and a model is a tuple of them. Nothing here knows pages, torch or
-vLLM.
+Every layer type is one flat frozen dataclass, and a model is a tuple of them. Nothing here knows
+torch or vLLM.
 
 Multi-head latent attention needs no type of its own. A slot of `FullAttention` is then the latent
 vector with its rotary part. An indexer that keeps its own keys is one more layer of that type.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from typing import Any
 
 from jenga.checks import check_count, check_positive
+from jenga.layer_type import (
+    ELEMENT_BYTES,
+    Layer,
+    LayerType,
+    StatePart,
+    check_distinct,
+    check_registered,
+    register,
+)
+from jenga.policies import LayerPolicy
+from jenga.policies.chunked_local import ChunkedLocalPolicy
+from jenga.policies.cross_attention import CrossAttentionPolicy
+from jenga.policies.full_attention import FullAttentionPolicy
+from jenga.policies.image_embedding import ImageEmbeddingPolicy
+from jenga.policies.sliding_window import SlidingWindowPolicy
+from jenga.policies.state import StatePolicy
+from jenga.policies.token_budget import TokenBudgetPolicy
 
-ELEMENT_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes of one element, by dtype name as in torch and Hugging Face."""
-
-
-def _check_distinct(owner: str, what: str, names: Sequence[str]) -> None:
-    name, count = Counter(names).most_common(1)[0]
-    if count > 1:
-        msg = f"{owner} has two {what} named {name!r}"
-        raise ValueError(msg)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePart:
-    """One tensor of a recurrent layer's state.
-
-    Attributes:
-        name: Name of the part: "conv", "ssm", ...
-        shape: Number of elements of each dimension on this rank.
-        dtype: Element type, a key of `ELEMENT_BYTES`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __post_init__(self) -> None:
-        owner = f"state part {self.name!r}"
-        if not self.shape:
-            msg = f"{owner}: shape must have at least one dimension"
-            raise ValueError(msg)
-        for elements in self.shape:
-            check_positive(owner, "every dimension of shape", elements)
-        if self.dtype not in ELEMENT_BYTES:
-            msg = f"{owner}: dtype must be one of {sorted(ELEMENT_BYTES)}, got {self.dtype!r}"
-            raise ValueError(msg)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+__all__ = [
+    "ELEMENT_BYTES",
+    "ChunkedLocal",
+    "CrossAttention",
+    "FullAttention",
+    "ImageEmbedding",
+    "Layer",
+    "LayerType",
+    "ModelSpec",
+    "SlidingWindow",
+    "State",
+    "StatePart",
+    "TokenBudget",
+    "combine",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """The storage of one layer.
-
-    Attributes:
-        name: The layer's name in its model, unique within the layer type.
-        slot_bytes: Bytes of one slot in this layer, on this rank: keys and values of one token,
-            with their scales if these are stored inline, or one state.
-        readers: Names of other layers that read these same bytes (KV sharing). They store nothing
-            themselves.
-        parts: Tensors of a state, in the order in which they are stored. Empty if a slot is one
-            piece. Their bytes add up to `slot_bytes`.
-    """
-
-    name: str
-    slot_bytes: int
-    readers: tuple[str, ...] = ()
-    parts: tuple[StatePart, ...] = ()
-
-    def __post_init__(self) -> None:
-        owner = f"layer {self.name!r}"
-        check_positive(owner, "slot_bytes", self.slot_bytes)
-        if self.readers:
-            _check_distinct(owner, "readers", self.readers)
-        if not self.parts:
-            return
-        _check_distinct(owner, "parts", [part.name for part in self.parts])
-        parts_bytes = sum(part.num_bytes for part in self.parts)
-        if parts_bytes != self.slot_bytes:
-            msg = f"{owner}: slot_bytes must be the {parts_bytes} of its parts, {self.slot_bytes=}"
-            raise ValueError(msg)
-
-
-def _check_layers(name: str, layers: Sequence[Layer]) -> None:
-    if not name:
-        msg = "a layer type must have a name"
-        raise ValueError(msg)
-    if not layers:
-        msg = f"layer type {name!r} must have at least one layer"
-        raise ValueError(msg)
-    names = [layer.name for layer in layers]
-    readers = [reader for layer in layers for reader in layer.readers]
-    _check_distinct(f"layer type {name!r}", "layers", names + readers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullAttention:
+class FullAttention(LayerType):
     """Causal attention over the whole prefix. Every token is kept.
 
     Attributes:
@@ -126,9 +63,11 @@ class FullAttention:
     tokens_per_slot: int = 1
     tokens_per_page: int | None = None
 
-    def __post_init__(self) -> None:
+    kind = "full attention"
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         owner = f"layer type {self.name!r}"
-        _check_layers(self.name, self.layers)
         check_positive(owner, "tokens_per_slot", self.tokens_per_slot)
         if self.tokens_per_page is None:
             return
@@ -140,9 +79,20 @@ class FullAttention:
             )
             raise ValueError(msg)
 
+    def policy(self, _page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps every token."""
+        return FullAttentionPolicy()
+
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        if self.tokens_per_slot == 1:
+            return "every token"
+        return f"one slot for {self.tokens_per_slot} tokens"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindow:
+class SlidingWindow(LayerType):
     """Causal attention over a window.
 
     Attributes:
@@ -158,16 +108,27 @@ class SlidingWindow:
     window_tokens: int
     tokens_per_page: int | None = None
 
-    def __post_init__(self) -> None:
+    kind = "sliding window"
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         owner = f"layer type {self.name!r}"
-        _check_layers(self.name, self.layers)
         check_positive(owner, "window_tokens", self.window_tokens)
         if self.tokens_per_page is not None:
             check_positive(owner, "tokens_per_page", self.tokens_per_page)
 
+    def policy(self, _page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps a window."""
+        return SlidingWindowPolicy(self.window_tokens)
+
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        return f"a window of {self.window_tokens:,} tokens"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLocal:
+class ChunkedLocal(LayerType):
     """Causal attention within chunks of the sequence.
 
     Attributes:
@@ -179,13 +140,24 @@ class ChunkedLocal:
     layers: tuple[Layer, ...]
     chunk_tokens: int
 
-    def __post_init__(self) -> None:
-        _check_layers(self.name, self.layers)
+    kind = "chunked local"
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         check_positive(f"layer type {self.name!r}", "chunk_tokens", self.chunk_tokens)
+
+    def policy(self, _page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps a chunk."""
+        return ChunkedLocalPolicy(self.chunk_tokens)
+
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        return f"the current chunk of {self.chunk_tokens:,} tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossAttention:
+class CrossAttention(LayerType):
     """Attention over an encoder's tokens. A slot belongs to a token of an image or of audio.
 
     Attributes:
@@ -197,13 +169,28 @@ class CrossAttention:
     layers: tuple[Layer, ...]
     typical_tokens: int = 1024
 
-    def __post_init__(self) -> None:
-        _check_layers(self.name, self.layers)
+    kind = "cross attention"
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         check_positive(f"layer type {self.name!r}", "typical_tokens", self.typical_tokens)
+
+    def policy(self, page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps every image."""
+        return CrossAttentionPolicy(page_slots)
+
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        return f"tokens of images or audio ({self.typical_tokens:,})"
+
+    def needed_slots(self, _num_tokens: int, /) -> range:
+        """Return the slots of the encoder's tokens in a typical request."""
+        return range(self.typical_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(LayerType):
     """A recurrent layer's memory of fixed size, with one slot per request and layer.
 
     Attributes:
@@ -218,9 +205,23 @@ class State:
     layers: tuple[Layer, ...]
     draft_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        _check_layers(self.name, self.layers)
+    kind = "state"
+    tokens_per_page = 1
+    is_state = True
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         check_count(f"layer type {self.name!r}: draft_tokens", self.draft_tokens)
+
+    def policy(self, _page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps the running state."""
+        return StatePolicy(num_slots=self.slots_per_request)
+
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        slots = self.slots_per_request
+        return "one state" if slots == 1 else f"{slots} states, for drafted tokens"
 
     @property
     def slots_per_request(self) -> int:
@@ -229,7 +230,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBudget:
+class TokenBudget(LayerType):
     """Attention that keeps a number of prompt tokens, which falls from layer to layer.
 
     All tokens generated after the prompt are kept. Layers of one budget are one layer type.
@@ -253,9 +254,11 @@ class TokenBudget:
     layer_index: int
     num_layers: int
 
-    def __post_init__(self) -> None:
+    kind = "token budget"
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         owner = f"layer type {self.name!r}"
-        _check_layers(self.name, self.layers)
         for field in ("mean_budget_tokens", "recent_tokens", "steepness", "num_layers"):
             check_positive(owner, field, getattr(self, field))
         if self.recent_tokens >= self.mean_budget_tokens:
@@ -268,6 +271,24 @@ class TokenBudget:
         if self.layer_index >= self.num_layers:
             msg = f"{owner}: layer_index must be in [0, {self.num_layers}), got {self.layer_index}"
             raise ValueError(msg)
+
+    def policy(self, _page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps the budget once the prompt is processed."""
+        return TokenBudgetPolicy(self.budget_tokens)
+
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        return f"about {self.mean_budget_tokens:,} tokens of a prompt"
+
+    def needed_slots(self, num_tokens: int, /) -> range:
+        """Return the slots of the budget, as if all tokens were tokens of the prompt."""
+        return range(self.budget_tokens(num_tokens))
+
+    @property
+    def most_read_tokens(self) -> int:
+        """The budget, averaged over the model's layers."""
+        return self.mean_budget_tokens
 
     def budget_tokens(self, prompt_tokens: int) -> int:
         """Return the number of prompt tokens that these layers keep."""
@@ -284,7 +305,7 @@ class TokenBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageEmbedding:
+class ImageEmbedding(LayerType):
     """The vision encoder's output, kept until the language model has read it.
 
     Attributes:
@@ -304,24 +325,40 @@ class ImageEmbedding:
     host: str | None = None
     typical_tokens: int = 256
 
-    def __post_init__(self) -> None:
-        _check_layers(self.name, self.layers)
+    kind = "images"
+    is_consumed = True
+
+    def check_fields(self) -> None:
+        """Refuse values that are out of their range; see `LayerType`."""
         if len(self.layers) != 1:
             msg = f"layer type {self.name!r} must have one layer, got {len(self.layers)}"
             raise ValueError(msg)
         check_positive(f"layer type {self.name!r}", "typical_tokens", self.typical_tokens)
 
+    def policy(self, page_slots: int, /) -> LayerPolicy:
+        """Return the policy that keeps embeddings until they are read."""
+        return ImageEmbeddingPolicy(page_slots)
 
-LayerType = (
-    FullAttention
-    | SlidingWindow
-    | ChunkedLocal
-    | CrossAttention
-    | State
-    | TokenBudget
-    | ImageEmbedding
-)
-"""Any layer type that the package knows."""
+    @property
+    def keeps(self) -> str:
+        """What the type keeps, in words."""
+        return f"an image until it is read ({self.typical_tokens:,})"
+
+    def needed_slots(self, _num_tokens: int, /) -> range:
+        """Return the slots of a typical image, at its peak."""
+        return range(self.typical_tokens)
+
+
+for _layer_type in (
+    FullAttention,
+    SlidingWindow,
+    ChunkedLocal,
+    CrossAttention,
+    State,
+    TokenBudget,
+    ImageEmbedding,
+):
+    register(_layer_type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,21 +372,21 @@ class ModelSpec:
         if not self.layer_types:
             msg = f"model {self.name!r} must have at least one layer type"
             raise ValueError(msg)
-        _check_distinct(
+        check_distinct(
             f"model {self.name!r}", "layer types", [each.name for each in self.layer_types]
         )
         for layer_type in self.layer_types:
-            if isinstance(layer_type, ImageEmbedding) and layer_type.host is not None:
+            check_registered(layer_type)
+            if layer_type.host is not None:
                 self._check_host(layer_type, layer_type.host)
 
-    def _check_host(self, embedding: ImageEmbedding, host_name: str) -> None:
+    def _check_host(self, embedding: LayerType, host_name: str) -> None:
         owner = f"model {self.name!r}: layer type {embedding.name!r}"
         host = next((each for each in self.layer_types if each.name == host_name), None)
         if not isinstance(host, FullAttention) or host.tokens_per_slot != 1:
             msg = f"{owner}: host must name a full-attention layer type, got {host_name!r}"
             raise ValueError(msg)
-        host_bytes = sum(layer.slot_bytes for layer in host.layers)
-        needed_bytes = embedding.layers[0].slot_bytes
+        host_bytes, needed_bytes = host.slot_bytes, embedding.slot_bytes
         if host_bytes < needed_bytes:
             msg = (
                 f"{owner}: a slot of host {host_name!r} must hold the {needed_bytes} bytes of an "
@@ -373,7 +410,7 @@ def combine(name: str, models: Iterable[ModelSpec]) -> ModelSpec:
     if not models:
         msg = f"model {name!r} must combine at least one model"
         raise ValueError(msg)
-    _check_distinct(f"model {name!r}", "models", [model.name for model in models])
+    check_distinct(f"model {name!r}", "models", [model.name for model in models])
     return ModelSpec(
         name=name,
         layer_types=tuple(
@@ -393,7 +430,7 @@ def _prefixed(layer_type: LayerType, prefix: str) -> LayerType:
         )
         for layer in layer_type.layers
     )
-    renamed = replace(layer_type, name=f"{prefix}/{layer_type.name}", layers=layers)
-    if isinstance(renamed, ImageEmbedding) and renamed.host is not None:
-        return replace(renamed, host=f"{prefix}/{renamed.host}")
-    return renamed
+    fields: dict[str, Any] = {"name": f"{prefix}/{layer_type.name}", "layers": layers}
+    if layer_type.host is not None:
+        fields["host"] = f"{prefix}/{layer_type.host}"
+    return replace(layer_type, **fields)

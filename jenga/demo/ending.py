@@ -33,7 +33,7 @@ from jenga.demo.stock_settings import StockSetting, best_setting
 from jenga.models import ReadOptions, find_model
 from jenga.sim.arenas.vllm_plan import BLOCK_TOKENS
 from jenga.sim.batching.need import Need
-from jenga.spec import ModelSpec, State
+from jenga.spec import ModelSpec
 
 ARENA_SHARE = 0.75
 """Size of each cache, as a share of the bytes that keep all documents' tokens in all layers."""
@@ -202,7 +202,7 @@ def run_ending(  # noqa: PLR0913  what is run, and where its files go
 def bytes_of_all(spec: ModelSpec, document_tokens: int) -> int:
     """Get the bytes of all documents: all tokens in all layers, and a few states per document."""
     num_slots = {
-        layer_type: _STATES_OF_A_DOCUMENT if isinstance(layer_type, State) else document_tokens
+        layer_type: _STATES_OF_A_DOCUMENT if layer_type.is_state else document_tokens
         for layer_type, _ in Need(spec).types
     }
     of_one = sum(num_slots[layer_type] * slot for layer_type, slot in Need(spec).types)

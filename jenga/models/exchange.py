@@ -4,23 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from jenga.layer_type import layer_type_named
 from jenga.models.options import KvFormat, ReadOptions
-from jenga.spec import (
-    ChunkedLocal,
-    CrossAttention,
-    FullAttention,
-    Layer,
-    LayerType,
-    SlidingWindow,
-    State,
-    StatePart,
-)
-
-_LAYER_TYPES = {
-    each.__name__: each
-    for each in (FullAttention, SlidingWindow, ChunkedLocal, CrossAttention, State)
-}
-"""Layer types that an engine has pages for, by class name."""
+from jenga.spec import Layer, LayerType, StatePart
 
 
 def options_fields(options: ReadOptions) -> dict[str, Any]:
@@ -47,9 +33,9 @@ def layer_type_from(values: Mapping[str, Any]) -> LayerType:
     """Get the layer type from fields that `layer_type_fields` made.
 
     Raises:
-        ValueError: A value is out of its range.
+        ValueError: A value is out of its range, or no layer type of that name is registered.
     """
-    chosen = _LAYER_TYPES[values["type"]]
+    chosen = layer_type_named(values["type"])
     layers = tuple(
         Layer(
             name=each["name"],

@@ -5,20 +5,10 @@ These are expectations for planning and for tables. The manager counts the real 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from jenga.checks import check_positive
 from jenga.geometry import Geometry
-from jenga.spec import (
-    ChunkedLocal,
-    CrossAttention,
-    FullAttention,
-    ImageEmbedding,
-    LayerType,
-    SlidingWindow,
-    State,
-    TokenBudget,
-)
+from jenga.layer_type import LayerType
 
 TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
 """Request lengths over which a plan is averaged.
@@ -69,39 +59,13 @@ def check_lengths(typical_tokens: Sequence[int]) -> None:
 
 def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
     """Return the number of tokens that the next token of a request reads, or a state's slots."""
-    match layer_type:
-        case FullAttention():
-            return num_tokens
-        case SlidingWindow(window_tokens=window_tokens):
-            return min(num_tokens, window_tokens)
-        case ChunkedLocal(chunk_tokens=chunk_tokens):
-            return (num_tokens - 1) % chunk_tokens + 1
-        case (
-            CrossAttention(typical_tokens=typical_tokens)
-            | ImageEmbedding(typical_tokens=typical_tokens)
-        ):
-            return typical_tokens
-        case TokenBudget():
-            return layer_type.budget_tokens(num_tokens)
-        case State():
-            return layer_type.slots_per_request
+    return len(layer_type.needed_slots(num_tokens))
 
 
 def held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> int:
     """Return the number of small pages that hold the tokens of `needed_tokens`."""
-    read_tokens = needed_tokens(layer_type, num_tokens)
-    if isinstance(layer_type, SlidingWindow | ChunkedLocal):
-        first_page = (num_tokens - read_tokens) // tokens_per_page
-        return ceil(num_tokens / tokens_per_page) - first_page
-    return ceil(read_tokens / tokens_per_page)
-
-
-def is_packed(layer_type: LayerType) -> bool:
-    """Whether small pages of this type never reserve a large page for one request.
-
-    A state is one page, and an image's embeddings come and go together.
-    """
-    return isinstance(layer_type, State | ImageEmbedding)
+    needed = layer_type.needed_slots(num_tokens)
+    return -(-needed.stop // tokens_per_page) - needed.start // tokens_per_page
 
 
 def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_TOKENS) -> Waste:
@@ -127,7 +91,7 @@ def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_T
                 table.tokens_per_page / table.slots_per_page
             )
             unneeded_bytes += (num_slots - needed_slots) * table.slot_bytes
-            if num_pages and not is_packed(table.layer_type):
+            if num_pages and not table.layer_type.is_packed:
                 tail_bytes += (
                     UNSHARED_TAIL * (geometry.large_page_bytes - table.small_page_bytes) / 2
                 )

@@ -38,7 +38,6 @@ from jenga.geometry import (
     PageContent,
     check_arena,
     check_page_options,
-    has_pages,
     place_layers,
     round_up,
 )
@@ -47,9 +46,8 @@ from jenga.planning.demand import (
     UNSHARED_TAIL,
     check_lengths,
     held_pages,
-    is_packed,
 )
-from jenga.spec import ModelSpec, State
+from jenga.spec import ModelSpec
 
 TYPICAL_ARENA_BYTES = 8 << 30
 """Size of the arena that is planned for by default.
@@ -165,7 +163,7 @@ def _best_candidate(
 ) -> _Candidate | None:
     """Return the cheapest candidate over all ways to cut the model's states. None if none fits."""
     best: _Candidate | None = None
-    num_types = sum(has_pages(layer_type) for layer_type in model.layer_types)
+    num_types = sum(layer_type.has_pages for layer_type in model.layer_types)
     ways = _cut_contents(model, tokens_per_page, alignment_bytes)
     for contents in islice(ways, _MAX_WAYS):
         tables_cost = PAGE_TABLE_COST * (len(contents) - num_types)
@@ -198,20 +196,20 @@ def _cut_contents(
     If there are several state types, their largest runs have about the same size. The number of
     ways then grows with the sum of their layers, and not with the product.
     """
-    layer_types = [layer_type for layer_type in model.layer_types if has_pages(layer_type)]
+    layer_types = [layer_type for layer_type in model.layer_types if layer_type.has_pages]
     layer_bytes = [
         max(layer.slot_bytes for layer in layer_type.layers) for layer_type in layer_types
     ]
     run_bytes = {
         num_layers * one_layer_bytes
         for layer_type, one_layer_bytes in zip(layer_types, layer_bytes, strict=True)
-        if isinstance(layer_type, State)
+        if layer_type.is_state
         for num_layers in range(1, len(layer_type.layers) + 1)
     }
     ways = {
         tuple(
             _runs(len(layer_type.layers), max(1, limit_bytes // one_layer_bytes))
-            if isinstance(layer_type, State)
+            if layer_type.is_state
             else (len(layer_type.layers),)
             for layer_type, one_layer_bytes in zip(layer_types, layer_bytes, strict=True)
         )
@@ -288,7 +286,7 @@ def _size_costs(
     costs: list[_SizeCost] = []
     for content_bytes in sorted({each.content_bytes for each in contents}, reverse=True):
         members = [i for i, each in enumerate(contents) if each.content_bytes == content_bytes]
-        num_unpacked = sum(not is_packed(contents[i].layer_type) for i in members)
+        num_unpacked = sum(not contents[i].layer_type.is_packed for i in members)
         costs.append(
             _SizeCost(
                 content_bytes,

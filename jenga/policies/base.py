@@ -6,6 +6,7 @@ tokens are those whose step is over. The next query is token number `num_process
 are half-open.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -211,16 +212,73 @@ ALL_PAGES = range(NEVER)
 """Range that asks `content_keys` for as many keys as the hashes give."""
 
 
-class TokenSlots:
-    """Common answers of the layer types with one slot for each token of the request."""
+class TokenSlots(ABC):
+    """Answers of the layer types with one slot for each token of the request.
+
+    `update_last_access` and `peak_slots` are left to each type. The other answers follow from them.
+    """
 
     __slots__ = ()
 
     is_overwritten = False
     names_images = False
 
+    @abstractmethod
+    def update_last_access(
+        self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
+    ) -> range:
+        """Return the slots that a step touches; see `LayerPolicy`."""
+
+    @abstractmethod
+    def peak_slots(self, facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
+        """Return the most slots that one step touches; see `LayerPolicy`."""
+
     def check_facts(self, _facts: RequestFacts, /) -> None:
         """Do nothing. Any request is served."""
+        return
+
+    def _first_page(self, facts: RequestFacts, num_tokens: int, page_slots: int) -> int:
+        """Return the first page that the token after `num_tokens` tokens touches."""
+        return self.update_last_access(facts, num_tokens, num_tokens).start // page_slots
+
+    def next_release(
+        self, facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
+    ) -> int:
+        """Return where the touched slots leave their first page, found by bisection."""
+        first = self._first_page(facts, num_processed_tokens, page_slots)
+        low, step = num_processed_tokens, 1
+        while self._first_page(facts, low + step, page_slots) == first:
+            low += step
+            step *= 2
+            if low > NEVER:
+                return NEVER
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._first_page(facts, middle, page_slots) == first:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def get_possible_prefix(
+        self, facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """Return the longest prefix after which no touched page is missing."""
+        page_slots = grain.page_slots
+        end = last_gapless_end(
+            is_hit,
+            min(len(is_hit), at_most_tokens // page_slots),
+            lambda end: self._first_page(facts, end * page_slots, page_slots),
+        )
+        return end * page_slots
+
+    def reused_pages(
+        self, facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
+    ) -> Sequence[int]:
+        """Return the full pages that the token after the prefix touches."""
+        end = num_tokens // grain.page_slots
+        return range(min(self._first_page(facts, num_tokens, grain.page_slots), end), end)
 
     def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
         """Return nothing, since every slot is filled."""

@@ -1,10 +1,9 @@
 """Chunked local attention: a token reads itself and the tokens before it in its own chunk."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jenga.checks import check_count
-from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_end
+from jenga.policies.base import RequestFacts, TokenSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +38,3 @@ class ChunkedLocalPolicy(TokenSlots):
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
         """Return the tokens of a prefill chunk and those that its first token reads."""
         return min(num_tokens, self.chunk_tokens - 1 + chunk_tokens)
-
-    def get_possible_prefix(
-        self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
-    ) -> int:
-        """Return the longest prefix whose last chunk has no missing page."""
-        page_slots = grain.page_slots
-        end = last_gapless_end(
-            is_hit,
-            min(len(is_hit), at_most_tokens // page_slots),
-            lambda end: self._chunk_start(end * page_slots) // page_slots,
-        )
-        return end * page_slots
-
-    def reused_pages(
-        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
-    ) -> Sequence[int]:
-        """Return the pages of the next token's chunk."""
-        end = num_tokens // grain.page_slots
-        return range(min(self._chunk_start(num_tokens) // grain.page_slots, end), end)

@@ -35,9 +35,3 @@ class FullAttentionPolicy(TokenSlots):
         except ValueError:
             num_hit = len(is_hit)
         return min(num_hit, at_most_tokens // grain.page_slots) * grain.page_slots
-
-    def reused_pages(
-        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
-    ) -> Sequence[int]:
-        """Return all pages of the prefix."""
-        return range(num_tokens // grain.page_slots)

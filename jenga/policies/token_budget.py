@@ -1,11 +1,10 @@
 """Token budgets: after the prompt, only some of its tokens are kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jenga.policies.base import NEVER, Grain, RequestFacts, TokenSlots
 from jenga.policies.full_attention import FullAttentionPolicy
-from jenga.spec import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +15,13 @@ class TokenBudgetPolicy(TokenSlots):
     beyond the budget therefore leaves no pages for other requests, and takes none of theirs.
 
     Attributes:
-        spec: The layer type.
+        budget_tokens: Returns the number of tokens kept of a prompt of that many tokens.
     """
 
-    spec: TokenBudget
+    budget_tokens: Callable[[int], int]
 
     def _dropped_tokens(self, facts: RequestFacts) -> int:
-        return facts.prompt_tokens - self.spec.budget_tokens(facts.prompt_tokens)
+        return facts.prompt_tokens - self.budget_tokens(facts.prompt_tokens)
 
     def update_last_access(
         self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
@@ -61,9 +60,3 @@ class TokenBudgetPolicy(TokenSlots):
         if self._dropped_tokens(facts):
             return 0
         return FullAttentionPolicy().get_possible_prefix(facts, is_hit, grain, at_most_tokens)
-
-    def reused_pages(
-        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
-    ) -> Sequence[int]:
-        """Return all pages of the prefix."""
-        return range(num_tokens // grain.page_slots)

@@ -10,7 +10,7 @@ from jenga.arena.whole_pages import WholePages
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.geometry import Geometry, PageTable
-from jenga.policies import Grain, LayerPolicy, policy_of
+from jenga.policies import Grain, LayerPolicy
 from jenga.tables.content_index import CacheChange, PrefixCache, RecordingCache
 from jenga.tables.request import Request
 
@@ -309,7 +309,7 @@ def build_tables(
     tables: list[Table] = []
     clock = RankClock()
     for index, (spec, pages) in enumerate(zip(geometry.page_tables, allocator.tables, strict=True)):
-        policy = policy_of(spec)
+        policy = spec.policy()
         grain = Grain(page_slots=spec.tokens_per_page, hash_tokens=hash_tokens)
         cache = None
         num_pages = allocator.large_pages.num_pages * spec.small_pages_per_large_page

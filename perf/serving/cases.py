@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
-from jenga.geometry import tokens_per_slot
 from jenga.sim.arenas.vllm_plan import attention_block_tokens, read_stock_options
 from jenga.sim.batching.step_time import Achieved, StepTime, weights_of
 from jenga.sim.workload.requests import Request
@@ -214,10 +213,10 @@ def room_of(one: Setting, budget: float) -> Room:
     """Return the room in a share of a model's arena."""
     token_bytes = text_bytes = 0.0
     for layer_type in one.model.layer_types:
-        slot_bytes = sum(layer.slot_bytes for layer in layer_type.layers)
+        slot_bytes = layer_type.slot_bytes
         match layer_type:
             case FullAttention():
-                token_bytes += slot_bytes / tokens_per_slot(layer_type)
+                token_bytes += layer_type.token_bytes
             case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
                 text_bytes += slot_bytes * limit
             case State():

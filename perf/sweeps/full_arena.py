@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 
 from jenga.errors import InvariantError
 from jenga.geometry import PageTable
-from jenga.policies import Image, policy_of
+from jenga.policies import Image
 from jenga.sim.arenas.jenga_arena import ManagedArena
 from jenga.sim.arenas.vllm_arena import StockArena
 from jenga.sim.batching.arena import ActiveRequest, Arena
-from jenga.sim.batching.need import ENCODER_TYPES, encoder_tokens
+from jenga.sim.batching.need import encoder_tokens
 from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
 from jenga.sim.workload.generators import MMLU_PRO_LOG_DEVIATION, MMLU_PRO_LOG_MEAN, MMLU_PRO_TOKENS
 from jenga.sim.workload.generators import long_documents as documents_of
@@ -252,7 +252,7 @@ def managed_bytes(arena: ManagedArena, running: Sequence[ActiveRequest]) -> Byte
     held = Bytes()
     memory = arena.manager.memory()
     for table, reported in zip(arena.manager.geometry.page_tables, memory.tables, strict=True):
-        policy, page_slots = policy_of(table), table.tokens_per_page
+        policy, page_slots = table.policy(), table.tokens_per_page
         pages = window = last_page = 0
         for active in running:
             slots = policy.update_last_access(
@@ -284,7 +284,7 @@ def _unwritten_image_slots(table: PageTable, active: ActiveRequest, first_page: 
 
     Each image begins on a page of its own.
     """
-    if not isinstance(table.layer_type, ENCODER_TYPES):
+    if not table.layer_type.typical_tokens:
         return 0
     page_slots = table.tokens_per_page
     unwritten = page = 0

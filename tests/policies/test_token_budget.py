@@ -1,7 +1,6 @@
 """Token budgets: the prompt shrinks to its budget once it is processed."""
 
 from jenga.policies import NEVER, Grain, RequestFacts
-from jenga.policies.token_budget import TokenBudgetPolicy
 from jenga.spec import Layer, TokenBudget
 
 SPEC = TokenBudget(
@@ -13,7 +12,7 @@ SPEC = TokenBudget(
     layer_index=1,
     num_layers=3,
 )
-POLICY = TokenBudgetPolicy(SPEC)
+POLICY = SPEC.policy(16)
 LONG = RequestFacts(prompt_tokens=100)
 SHORT = RequestFacts(prompt_tokens=30)
 GRAIN = Grain(page_slots=16, hash_tokens=16)

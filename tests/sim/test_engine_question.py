@@ -201,7 +201,7 @@ SLIDING = SlidingWindow(name="sliding", layers=one_layer(), window_tokens=4096)
         (
             [State(name="state", layers=one_layer())],
             [State(name="state", layers=one_layer(), draft_tokens=2)],
-            "3 states a request: none planned",
+            "state (3 states, for drafted tokens): none planned",
         ),
         (
             [ChunkedLocal(name="c", layers=one_layer(), chunk_tokens=8192)],
@@ -235,7 +235,8 @@ def test_a_folder_is_compared_with_what_vllm_declares(tmp_path, answering, capsy
     assert code == 0, errors
     text = " ".join(output.split())
     assert "vLLM's own classes declare other layers of " in text
-    assert "windows of 64 tokens: none planned, 3 layers of 1,536 bytes a slot declared" in text
+    words = "sliding window (a window of 64 tokens): none planned, 3 layers of 1,536 bytes a slot"
+    assert f"{words} declared" in text
 
 
 def test_a_question_that_is_not_waited_for_leaves_nothing_behind(answering):

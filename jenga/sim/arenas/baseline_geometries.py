@@ -19,20 +19,15 @@ from jenga.geometry import (
     PageContent,
     check_arena,
     exact_lcm,
-    has_pages,
     place_layers,
     place_whole_types,
-    tokens_per_slot,
 )
 from jenga.planning.demand import TYPICAL_TOKENS, check_lengths, held_pages, needed_tokens
 from jenga.planning.planner import plan
 from jenga.spec import (
     FullAttention,
-    ImageEmbedding,
     Layer,
     ModelSpec,
-    SlidingWindow,
-    State,
 )
 
 GEOMETRY_NAMES = ("planned", "lcm", "max", "homogeneous")
@@ -126,10 +121,7 @@ def max_page(
 def _widened(content: PageContent, page_bytes: int, alignment_bytes: int) -> PageContent:
     """Return a page of the same layers, with the most tokens that fit in `page_bytes`."""
     layer_type = content.layer_type
-    keeps_length = isinstance(layer_type, FullAttention | SlidingWindow) and (
-        layer_type.tokens_per_page is not None
-    )
-    if isinstance(layer_type, State) or keeps_length:
+    if layer_type.tokens_per_page is not None:
         return content
     times = page_bytes // content.content_bytes
     return place_layers(
@@ -161,12 +153,12 @@ def homogeneous(
 
     Source: Kwon et al., PagedAttention (SOSP 2023); Jenga paper, section 3.2.
     """
-    kept = [each for each in model.layer_types if not isinstance(each, ImageEmbedding)]
+    kept = [each for each in model.layer_types if not each.is_consumed]
     slot_bytes = max(
         (
-            -(-layer.slot_bytes // tokens_per_slot(each))
+            -(-layer.slot_bytes // each.tokens_per_slot)
             for each in kept
-            if not isinstance(each, State)
+            if not each.is_state
             for layer in each.layers
         ),
         default=0,
@@ -278,9 +270,9 @@ def needed_bytes(model: ModelSpec, num_tokens: int) -> int:
     """
     check_positive("request", "num_tokens", num_tokens)
     return sum(
-        layer.slot_bytes * needed_tokens(each, num_tokens) // tokens_per_slot(each)
+        layer.slot_bytes * needed_tokens(each, num_tokens) // each.tokens_per_slot
         for each in model.layer_types
-        if has_pages(each)
+        if each.has_pages
         for layer in each.layers
     )
 

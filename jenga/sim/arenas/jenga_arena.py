@@ -13,7 +13,7 @@ from jenga.policies import RequestFacts
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.batching.need import Need, encoder_tokens
 from jenga.sim.results.rows import TableBytes
-from jenga.spec import CrossAttention, ModelSpec
+from jenga.spec import ModelSpec
 from jenga.state_keeper import StateKeeper, end_step
 from jenga.tables.request import PrefixHit
 
@@ -283,7 +283,7 @@ class PagedArena(ManagedArena):
         host_bytes: int = 0,
     ) -> None:
         """Make an empty arena, for `jenga.sim.arenas.baseline_geometries.homogeneous`."""
-        has_encoder = any(isinstance(each, CrossAttention) for each in model.layer_types)
+        has_encoder = any(each.keeps_encoder_tokens for each in model.layer_types)
         super().__init__(
             geometry,
             arena_bytes,

@@ -10,7 +10,6 @@ from jenga.manager import Manager
 from jenga.sim.arenas.baseline_geometries import StaticPartition
 from jenga.sim.arenas.jenga_arena import HASH_TOKENS, bytes_of
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
-from jenga.spec import State
 from jenga.tables.request import PrefixHit
 
 
@@ -50,7 +49,7 @@ class PartitionedArena:
         self._others = [
             manager
             for manager, region in zip(self._managers, partition.regions, strict=True)
-            if not isinstance(region.content.layer_type, State)
+            if not region.content.layer_type.is_state
         ]
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jenga.errors import InvariantError
-from jenga.policies import LayerPolicy, policy_of
+from jenga.policies import LayerPolicy
 from jenga.sim.arenas.baseline_geometries import GcdPages
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.results.rows import TableBytes
@@ -65,7 +65,7 @@ class ScatteredArena:
             self._kinds.append(
                 _Kind(
                     name=table.name,
-                    policy=policy_of(table),
+                    policy=table.policy(),
                     page_slots=table.tokens_per_page,
                     slot_bytes=table.payload_bytes // table.tokens_per_page,
                     pieces=pieces,

@@ -15,7 +15,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from jenga.geometry import tokens_per_slot
 from jenga.sim.arenas.vllm_plan import (
     DEFAULT_STOCK,
     NEVER,
@@ -28,7 +27,7 @@ from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, M
 from jenga.sim.batching.need import Need, encoder_tokens
 from jenga.sim.batching.scheduler import CHUNK_TOKENS
 from jenga.sim.results.rows import TableBytes
-from jenga.spec import CrossAttention, ModelSpec, State
+from jenga.spec import ModelSpec
 
 _GROUP_BYTES = 4
 """Bytes of the number of a group, at the end of the key of a cached block."""
@@ -206,7 +205,7 @@ class StockArena(StockMemory):
 
         plan = plan_stock(model, arena_bytes, prefix_caching=prefix_caching, options=options)
         self._encoder_tokens = 0
-        if any(isinstance(each, CrossAttention) for each in model.layer_types):
+        if any(each.keeps_encoder_tokens for each in model.layer_types):
             self._encoder_tokens = encoder_tokens(model)
         self._prefix_caching = prefix_caching
         manager: Any = KVCacheManager(
@@ -342,7 +341,7 @@ def _group_bytes(model: ModelSpec, plan: StockPlan) -> list[float]:
     """Bytes of keys and values of each group's layers in a block. States count as 0."""
     token_bytes = {
         layer_name(layer_type, layer): (
-            0.0 if isinstance(layer_type, State) else layer.slot_bytes / tokens_per_slot(layer_type)
+            0.0 if layer_type.is_state else layer.slot_bytes / layer_type.tokens_per_slot
         )
         for layer_type in model.layer_types
         for layer in layer_type.layers

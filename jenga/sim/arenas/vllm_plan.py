@@ -9,7 +9,6 @@ from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
     FullAttention,
-    ImageEmbedding,
     Layer,
     LayerType,
     ModelSpec,
@@ -215,9 +214,7 @@ def layouts(model: ModelSpec) -> tuple[str, str]:
 
     Compressed keys are declared to be block-outermost, as DeepSeek-V4's are.
     """
-    is_compressed = any(
-        isinstance(each, FullAttention) and each.tokens_per_slot > 1 for each in model.layer_types
-    )
+    is_compressed = any(each.tokens_per_slot > 1 for each in model.layer_types)
     if is_compressed:
         return BLOCK_OUTERMOST, LAYER_OUTERMOST
     return LAYER_OUTERMOST, BLOCK_OUTERMOST
@@ -227,7 +224,7 @@ def _stored(model: ModelSpec) -> list[tuple[LayerType, Layer]]:
     return [
         (layer_type, layer)
         for layer_type in model.layer_types
-        if not isinstance(layer_type, ImageEmbedding)
+        if not layer_type.is_consumed
         for layer in layer_type.layers
     ]
 
@@ -238,12 +235,8 @@ def attention_block_tokens(model: ModelSpec) -> int:
     Source: vLLM 0.32, `Platform._align_hybrid_block_size`.
     """
     stored = _stored(model)
-    state_bytes = max(
-        (one.slot_bytes for kind, one in stored if isinstance(kind, State)), default=0
-    )
-    token_bytes = max(
-        (one.slot_bytes for kind, one in stored if not isinstance(kind, State)), default=0
-    )
+    state_bytes = max((one.slot_bytes for kind, one in stored if kind.is_state), default=0)
+    token_bytes = max((one.slot_bytes for kind, one in stored if not kind.is_state), default=0)
     if not state_bytes or not token_bytes:
         return BLOCK_TOKENS
     return BLOCK_TOKENS * -(-state_bytes // (BLOCK_TOKENS * token_bytes))
@@ -258,9 +251,7 @@ def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]"
     """Describe each layer by a cache spec of vLLM."""
     stored = _stored(model)
     block_tokens = attention_block_tokens(model)
-    token_bytes = max(
-        (one.slot_bytes for kind, one in stored if not isinstance(kind, State)), default=0
-    )
+    token_bytes = max((one.slot_bytes for kind, one in stored if not kind.is_state), default=0)
     padded_bytes = block_tokens * token_bytes or None
     return {
         layer_name(layer_type, layer): (
@@ -303,7 +294,7 @@ def _spec(layer_type: LayerType, layer: Layer, block_tokens: int) -> "KVCacheSpe
 
     # Heads, their size and their dtype matter only through the bytes of a token.
     shape: dict[str, Any] = {
-        "block_size": getattr(layer_type, "tokens_per_page", None) or block_tokens,
+        "block_size": layer_type.tokens_per_page or block_tokens,
         "num_kv_heads": 1,
         "head_size": layer.slot_bytes // 2,
         "dtype": torch.int8,

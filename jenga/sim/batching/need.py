@@ -1,20 +1,14 @@
 """Bytes that the next tokens of requests need, whatever memory manager holds them."""
 
-from jenga.geometry import exact_lcm, has_pages, tokens_per_slot
+from jenga.geometry import exact_lcm
 from jenga.planning.demand import needed_tokens
-from jenga.policies import policy_of
 from jenga.sim.batching.arena import ActiveRequest
-from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec
-
-ENCODER_TYPES = (CrossAttention, ImageEmbedding)
+from jenga.spec import ModelSpec
 
 
 def encoder_tokens(model: ModelSpec) -> int:
     """Tokens of the one image, or stretch of audio, of each request. 0 without an encoder."""
-    return max(
-        (each.typical_tokens for each in model.layer_types if isinstance(each, ENCODER_TYPES)),
-        default=0,
-    )
+    return max(each.typical_tokens for each in model.layer_types)
 
 
 class Need:
@@ -27,19 +21,16 @@ class Need:
     def __init__(self, model: ModelSpec) -> None:
         """Collect the layer types of a model. Image embeddings are left out."""
         self.types = [
-            (
-                each,
-                sum(layer.slot_bytes for layer in each.layers) / tokens_per_slot(each),
-            )
+            (each, each.token_bytes)
             for each in model.layer_types
-            if has_pages(each) and not isinstance(each, ImageEmbedding)
+            if each.has_pages and not each.is_consumed
         ]
         kept = tuple(layer_type for layer_type, _ in self.types)
         tokens = exact_lcm(
             ModelSpec(name=model.name, layer_types=kept), tokens_per_page=1, alignment_bytes=1
         )
         self._tables = [
-            (policy_of(table), table.payload_bytes / table.tokens_per_page)
+            (table.policy(), table.payload_bytes / table.tokens_per_page)
             for table in tokens.page_tables
         ]
 

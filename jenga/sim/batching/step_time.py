@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 from jenga.admission.reserve import STEP_TOKENS
 from jenga.models import ModelFacts, ReadOptions
+from jenga.policies import NEVER
 from jenga.sim.batching.arena import NOTHING_MOVED, Chunk, Memory, MovedBytes
 from jenga.sim.batching.need import Need
 from jenga.sim.hardware.gpus import Gpu
-from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State, TokenBudget
+from jenga.spec import ModelSpec
 
 HOST_BYTES_PER_S = 25e9
 """Bandwidth between a GPU and host memory in each direction: about 16 lanes of PCIe 4.0."""
@@ -188,20 +189,16 @@ class StepTime:
         self._limits: list[tuple[int, int]] = []  # (most keys that a query pairs with, layers)
         for layer_type, token_bytes in need.types:
             num_layers = sum(1 + len(layer.readers) for layer in layer_type.layers)
-            match layer_type:
-                case FullAttention():
-                    self._token_bytes += token_bytes
-                    num_full += num_layers
-                case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
-                    self._limited.append((limit, token_bytes))
-                    self._limits.append((limit, num_layers))
-                case State():
-                    self._fixed_bytes += token_bytes
-                case TokenBudget(mean_budget_tokens=limit):
-                    self._limited.append((limit, token_bytes))
-                    self._limits.append((limit, num_layers))
-                case _:
-                    self._fixed_bytes += token_bytes * layer_type.typical_tokens
+            if layer_type.is_state:
+                self._fixed_bytes += token_bytes
+            elif layer_type.typical_tokens:
+                self._fixed_bytes += token_bytes * layer_type.typical_tokens
+            elif (limit := layer_type.most_read_tokens) >= NEVER:
+                self._token_bytes += token_bytes
+                num_full += num_layers
+            else:
+                self._limited.append((limit, token_bytes))
+                self._limits.append((limit, num_layers))
         self._num_full = num_full
 
     @property

@@ -24,15 +24,10 @@ import jenga
 from jenga.models import ModelFacts, ReadOptions, find_model, known_type
 from jenga.models.config import Config
 from jenga.models.exchange import layer_type_from, options_fields
+from jenga.policies import NEVER
 from jenga.spec import (
-    ChunkedLocal,
-    CrossAttention,
-    FullAttention,
-    ImageEmbedding,
     LayerType,
     ModelSpec,
-    SlidingWindow,
-    State,
 )
 
 TIMEOUT_S = 600.0
@@ -190,32 +185,26 @@ def _layers_by_kind(
     """Return, for each kind, the number of layers and the bytes of a slot in all of them."""
     found: dict[str, tuple[int, int]] = {}
     for each in layer_types:
-        if isinstance(each, ImageEmbedding):
+        if each.is_consumed:
             continue
         kind = _kind(each, context_tokens)
         num_layers, slot_bytes = found.get(kind, (0, 0))
         num_layers += len(each.layers)
-        slot_bytes += sum(layer.slot_bytes for layer in each.layers)
+        slot_bytes += each.slot_bytes
         found[kind] = num_layers, slot_bytes
     return found
 
 
 def _kind(layer_type: LayerType, context_tokens: int | None) -> str:
-    match layer_type:
-        case FullAttention(tokens_per_slot=1):
-            return "full attention"
-        case SlidingWindow(window_tokens=window_tokens):
-            # A window that is no shorter than any text is full attention.
-            is_full = context_tokens is not None and window_tokens >= context_tokens
-            return "full attention" if is_full else f"windows of {window_tokens:,} tokens"
-        case ChunkedLocal(chunk_tokens=chunk_tokens):
-            return f"chunks of {chunk_tokens:,} tokens"
-        case CrossAttention():
-            return "cross attention"
-        case State(slots_per_request=slots):
-            return "states" if slots == 1 else f"{slots} states a request"
-        case _:
-            return f"{type(layer_type).__name__} {layer_type.name}"
+    if layer_type.typical_tokens:
+        # A plan and an engine expect different numbers of encoder tokens.
+        return layer_type.kind
+    # A window that is no shorter than any text is full attention.
+    longest = NEVER if context_tokens is None else context_tokens
+    has_token_slots = layer_type.tokens_per_slot == 1 and not layer_type.is_state
+    if has_token_slots and layer_type.most_read_tokens >= longest:
+        return "full attention"
+    return f"{layer_type.kind} ({layer_type.keeps})"
 
 
 def _layers_text(layers: tuple[int, int] | None) -> str:

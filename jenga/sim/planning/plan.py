@@ -9,13 +9,13 @@ from math import ceil
 
 from jenga.geometry import Geometry, check_arena
 from jenga.models import KvFormat, ModelFacts, ReadOptions
-from jenga.planning.demand import UNSHARED_TAIL, held_pages, is_packed
+from jenga.planning.demand import UNSHARED_TAIL, held_pages
 from jenga.planning.pipeline import Pipeline, plan_pipeline
-from jenga.policies import Image, RequestFacts, policy_of
+from jenga.policies import Image, RequestFacts
 from jenga.sim.arenas.baseline_geometries import geometry_by_name, needed_bytes
 from jenga.sim.hardware.budget import Budget
 from jenga.sim.planning.stages import stages_of
-from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec, check_positive, combine
+from jenga.spec import ModelSpec, check_positive, combine
 from jenga.tables.capacity import Capacity
 
 LENGTHS = (1024, 8192, 32_768, 131_072)
@@ -208,7 +208,7 @@ def plan_model(
 
 def decode_bytes(model: ModelSpec, num_tokens: int) -> int:
     """Return the bytes that a decoding request's next token needs, without image embeddings."""
-    kept = [each for each in model.layer_types if not isinstance(each, ImageEmbedding)]
+    kept = [each for each in model.layer_types if not each.is_consumed]
     return needed_bytes(ModelSpec(name=model.name, layer_types=tuple(kept)), num_tokens)
 
 
@@ -301,14 +301,14 @@ def fit_of(
         needed: Bytes that its next token needs.
         further_tokens: Tokens that take slots in addition to `num_tokens`.
     """
-    tables = [each for each in geometry.page_tables if not _is_image(each.layer_type)]
+    tables = [each for each in geometry.page_tables if not each.layer_type.is_consumed]
     pages = [
         held_pages(table.layer_type, table.tokens_per_page, num_tokens + further_tokens)
         for table in tables
     ]
     expected = [
         count
-        if is_packed(table.layer_type) or not count
+        if table.layer_type.is_packed or not count
         else count + UNSHARED_TAIL * (table.small_pages_per_large_page - 1) / 2
         for count, table in zip(pages, tables, strict=True)
     ]
@@ -350,7 +350,7 @@ def longest_request(geometry: Geometry, model: ModelSpec, num_large_pages: int) 
     Returns:
         Number of tokens. 0 if not even one image fits, None if no request is too long.
     """
-    policies = [policy_of(table) for table in geometry.page_tables]
+    policies = [table.policy() for table in geometry.page_tables]
     capacity = Capacity(geometry, policies, num_large_pages)
 
     def fits(num_tokens: int) -> bool:
@@ -374,9 +374,8 @@ def longest_request(geometry: Geometry, model: ModelSpec, num_large_pages: int) 
 
 def _facts(model: ModelSpec, prompt_tokens: int) -> RequestFacts:
     """Return the facts of a prompt, which begins with an image if the model takes images."""
-    encoders = [e for e in model.layer_types if isinstance(e, CrossAttention | ImageEmbedding)]
-    image_tokens = max((each.typical_tokens for each in encoders), default=0)
-    if any(map(_is_image, encoders)):
+    image_tokens = max(each.typical_tokens for each in model.layer_types)
+    if any(each.is_consumed for each in model.layer_types):
         # The image's tokens are tokens of the prompt.
         image_tokens = min(image_tokens, prompt_tokens - 1)
     if image_tokens <= 0:
@@ -388,13 +387,9 @@ def _facts(model: ModelSpec, prompt_tokens: int) -> RequestFacts:
 def _encoder_tokens(model: ModelSpec) -> int:
     """Return the tokens that cross attention keeps of a request's image or audio."""
     return max(
-        (each.typical_tokens for each in model.layer_types if isinstance(each, CrossAttention)),
+        (each.typical_tokens for each in model.layer_types if each.keeps_encoder_tokens),
         default=0,
     )
-
-
-def _is_image(layer_type: object) -> bool:
-    return isinstance(layer_type, ImageEmbedding)
 
 
 KV_DTYPES: dict[str, tuple[KvFormat, str]] = {

@@ -11,16 +11,7 @@ from jenga.models import ModelFacts, known_model, known_names
 from jenga.sim.drawing.text import aligned, bytes_text, count_text, heading, share_text, wrapped
 from jenga.sim.hardware.budget import Budget
 from jenga.sim.planning.plan import Fit, Plan, System
-from jenga.spec import (
-    ChunkedLocal,
-    CrossAttention,
-    FullAttention,
-    ImageEmbedding,
-    LayerType,
-    SlidingWindow,
-    State,
-    TokenBudget,
-)
+from jenga.spec import LayerType
 
 WIDTH = 100
 """Most characters of a line."""
@@ -63,10 +54,10 @@ def plan_json(plan: Plan) -> str:
             "layer_types": [
                 {
                     "name": each.name,
-                    "keeps": keeps(each),
+                    "keeps": each.keeps,
                     "num_layers": len(each.layers),
                     "num_readers": sum(len(layer.readers) for layer in each.layers),
-                    "slot_bytes": sum(layer.slot_bytes for layer in each.layers),
+                    "slot_bytes": each.slot_bytes,
                 }
                 for each in plan.model.layer_types
             ],
@@ -139,7 +130,7 @@ def known_models_text() -> str:
     rows = [("name", "model", "parameters", "layer types")]
     for name in known_names():
         facts = known_model(name)
-        kinds = [_kind(each) for each in facts.spec().layer_types]
+        kinds = [each.kind for each in facts.spec().layer_types]
         counts = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
         rows.append(
             (
@@ -150,45 +141,6 @@ def known_models_text() -> str:
             )
         )
     return "\n".join(aligned(rows, alignment="<<><"))
-
-
-def keeps(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
-    """Describe in words what a layer type keeps of a request."""
-    match layer_type:
-        case FullAttention(tokens_per_slot=1):
-            return "every token"
-        case FullAttention(tokens_per_slot=tokens_per_slot):
-            return f"one slot for {tokens_per_slot} tokens"
-        case SlidingWindow(window_tokens=window_tokens):
-            return f"a window of {window_tokens:,} tokens"
-        case ChunkedLocal(chunk_tokens=chunk_tokens):
-            return f"the current chunk of {chunk_tokens:,} tokens"
-        case CrossAttention(typical_tokens=typical_tokens):
-            return f"tokens of images or audio ({typical_tokens:,})"
-        case State(slots_per_request=slots):
-            return "one state" if slots == 1 else f"{slots} states, for drafted tokens"
-        case TokenBudget(mean_budget_tokens=mean_budget_tokens):
-            return f"about {mean_budget_tokens:,} tokens of a prompt"
-        case ImageEmbedding(typical_tokens=typical_tokens):
-            return f"an image until it is read ({typical_tokens:,})"
-
-
-def _kind(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
-    match layer_type:
-        case FullAttention():
-            return "full attention"
-        case SlidingWindow():
-            return "sliding window"
-        case ChunkedLocal():
-            return "chunked local"
-        case CrossAttention():
-            return "cross attention"
-        case State():
-            return "state"
-        case TokenBudget():
-            return "token budget"
-        case ImageEmbedding():
-            return "images"
 
 
 def _title(plan: Plan) -> str:
@@ -279,7 +231,7 @@ def types_text(plan: Plan) -> str:
         rows.append(
             (
                 _folded_name([each.name for each in group]),
-                keeps(first),
+                first.keeps,
                 f"{len(first.layers)}",
                 f"{readers}" if readers else "-",
                 f"{slot_bytes:,}",
@@ -296,8 +248,7 @@ def types_text(plan: Plan) -> str:
 
 
 def _type_key(layer_type: LayerType) -> object:
-    slot_bytes = sum(layer.slot_bytes for layer in layer_type.layers)
-    return type(layer_type), keeps(layer_type), len(layer_type.layers), slot_bytes
+    return type(layer_type), layer_type.keeps, len(layer_type.layers), layer_type.slot_bytes
 
 
 def geometry_text(plan: Plan) -> str:

@@ -5,27 +5,20 @@ that runs several requests at once cannot hit tokens that are still being comput
 memory for its cache.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jenga.geometry import tokens_per_slot
 from jenga.planning.demand import needed_tokens
+from jenga.policies import NEVER, LayerPolicy, RequestFacts
 from jenga.sim.workload.requests import Request, prefix_hashes
-from jenga.spec import (
-    ChunkedLocal,
-    CrossAttention,
-    FullAttention,
-    ImageEmbedding,
-    LayerType,
-    ModelSpec,
-    SlidingWindow,
-    State,
-    TokenBudget,
-)
+from jenga.spec import LayerType, ModelSpec
 
 HASH_TOKENS = 16
 """Tokens of a block: prefixes are hit in multiples of it."""
+
+_FACTS = RequestFacts()
+"""A request without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,23 +176,19 @@ class _Costs:
     def __init__(self, model: ModelSpec) -> None:
         self._types: list[tuple[LayerType, float]] = []
         self._full_bytes = self._state_bytes = 0.0  # bytes of a token; bytes of all states
-        self._windows: list[tuple[int, float]] = []  # (tokens before the next, bytes of one token)
-        self._chunks: list[tuple[int, float]] = []  # (tokens of a chunk, bytes of one token)
+        self._partial: list[tuple[LayerPolicy, float]] = []  # each with the bytes of one token
         for layer_type in model.layer_types:
-            if isinstance(layer_type, CrossAttention | ImageEmbedding):
+            if layer_type.typical_tokens:
                 continue
-            slot_bytes = sum(layer.slot_bytes for layer in layer_type.layers)
-            token_bytes = slot_bytes / tokens_per_slot(layer_type)
+            token_bytes = layer_type.token_bytes
             self._types.append((layer_type, token_bytes))
-            match layer_type:
-                case SlidingWindow(window_tokens=window_tokens):
-                    self._windows.append((window_tokens - 1, token_bytes))
-                case ChunkedLocal(chunk_tokens=chunk_tokens):
-                    self._chunks.append((chunk_tokens, token_bytes))
-                case State():
-                    self._state_bytes += token_bytes
-                case FullAttention() | TokenBudget():
-                    self._full_bytes += token_bytes
+            policy = layer_type.policy(1)
+            if layer_type.is_state:
+                self._state_bytes += token_bytes
+            elif policy.next_release(_FACTS, 0, 1) == NEVER:
+                self._full_bytes += token_bytes
+            else:
+                self._partial.append((policy, token_bytes))
 
     def of_request(self, num_tokens: int) -> float:
         """Return the bytes that the next token of a request needs."""
@@ -217,24 +206,29 @@ class _Costs:
         """
         ends = {run.end * HASH_TOKENS for run in runs}
         last = runs[-1].end * HASH_TOKENS if runs else 0
-        for chunk_tokens, _ in self._chunks:
-            ends.update(range(chunk_tokens, last + 1, chunk_tokens))
+        for policy, _ in self._partial:
+            ends.update(_fresh_starts(policy, last))
         return [(self._of_hit(runs, tokens), tokens) for tokens in sorted(ends)]
 
     def _of_hit(self, runs: Sequence[_Run], num_tokens: int) -> float:
         num_blocks = num_tokens / HASH_TOKENS
         waited = _waited(runs, num_blocks) * HASH_TOKENS
         cost = self._full_bytes * waited
-        for window_tokens, token_bytes in self._windows:
-            first = max(0.0, num_blocks - window_tokens / HASH_TOKENS)
-            cost += token_bytes * (waited - _waited(runs, first) * HASH_TOKENS)
-        for chunk_tokens, token_bytes in self._chunks:
-            first = num_tokens // chunk_tokens * chunk_tokens / HASH_TOKENS
+        for policy, token_bytes in self._partial:
+            first = policy.update_last_access(_FACTS, num_tokens, num_tokens).start / HASH_TOKENS
             cost += token_bytes * (waited - _waited(runs, first) * HASH_TOKENS)
         if self._state_bytes:
             wait = next(run.wait for run in runs if num_blocks <= run.end)
             cost += self._state_bytes * wait
         return cost
+
+
+def _fresh_starts(policy: LayerPolicy, at_most_tokens: int) -> Iterator[int]:
+    """Yield the numbers of tokens after which a request needs no slot of before: ends of chunks."""
+    at = policy.next_release(_FACTS, 0, 1)
+    while at <= at_most_tokens and policy.update_last_access(_FACTS, at, at).start == at:
+        yield at
+        at = policy.next_release(_FACTS, at, 1)
 
 
 def _hull(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

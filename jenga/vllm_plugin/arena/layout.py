@@ -26,7 +26,6 @@ from jenga.errors import InvariantError
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planning.pipeline import Stage, plan_pipeline
 from jenga.planning.planner import plan
-from jenga.policies import policy_of
 from jenga.tables.capacity import Capacity
 from jenga.vllm_plugin.arena.ranks import layers_of_ranks
 from jenga.vllm_plugin.arena.step_cost import step_tokens
@@ -452,7 +451,7 @@ def _pages_of_longest_request(
     """
     model_tokens = vllm_config.model_config.max_model_len
     step_tokens = vllm_config.max_in_flight_tokens + vllm_config.num_lookahead_tokens
-    policies = [policy_of(table) for table in geometry.page_tables]
+    policies = [table.policy() for table in geometry.page_tables]
     admitted = Capacity(geometry, policies, 0).peak_pages(
         model_tokens, chunk_tokens=min(model_tokens, step_tokens)
     )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from jenga.policies import policy_of
 from jenga.tables.capacity import Capacity
 from jenga.vllm_plugin.arena.layout import (
     JengaKVCacheConfig,
@@ -142,7 +141,7 @@ def requests_with_states(config: JengaKVCacheConfig) -> int | None:
     geometry = geometry_of(config)
     if not any(table.is_state for table in geometry.page_tables):
         return None
-    policies = [policy_of(table) for table in geometry.page_tables]
+    policies = [table.policy() for table in geometry.page_tables]
     capacity = Capacity(geometry, policies, config.num_blocks)
     pages = capacity.peak_pages(1, chunk_tokens=1)
     low, high = (

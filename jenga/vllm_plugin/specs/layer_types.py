@@ -3,12 +3,14 @@
 No other module does this. A group of vLLM becomes a page table, and a block becomes a small page.
 """
 
-from collections.abc import Mapping, Set
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Hashable, Mapping, Set
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jenga.geometry import PageTable
+from jenga.registration import CacheSpec, registered_cache_spec
 from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
@@ -142,52 +144,116 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         raise Refusal.CACHE_LAYOUT.error(msg)
 
 
-def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
-    """Get a key that all layers of one layer type share, and the layer's storage.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What all layers of one layer type have in common.
+
+    Attributes:
+        layer_type: Class of the layer type.
+        name: Name of the layer type.
+        fields: Values of the class's own fields.
+        apart: What further tells kinds of one name apart. They are then numbered.
+    """
+
+    layer_type: type[LayerType]
+    name: str
+    fields: tuple[tuple[str, Any], ...] = ()
+    apart: Hashable = None
+
+
+def _kind(name: str, spec: "KVCacheSpec") -> _Kind:
+    """Get the kind of a layer.
 
     Raises:
         ValueError: The plugin cannot serve the layer's kind of cache. The message names the layer.
     """
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+
+    registered = registered_cache_spec(type(spec))
+    if registered is not None:
+        return _registered_kind(name, spec, registered)
+    if isinstance(spec, AttentionSpec) and (kind := _attention_kind(spec)) is not None:
+        return kind
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        return _Kind(
+            layer_type=State,
+            name=spec.mamba_type.name.lower(),
+            fields=(("draft_tokens", spec.num_speculative_blocks),),
+            apart=(spec.shapes, spec.dtypes),
+        )
+    msg = (
+        f"layer {name!r} with a {type(spec).__name__}, where full, latent, sliding window, chunked "
+        f"local and cross attention, Mamba states, and specs that jenga.register_layer_type was "
+        f"given are served: {spec}"
+    )
+    raise Refusal.CACHE_LAYOUT.error(msg)
+
+
+def _attention_kind(spec: "AttentionSpec") -> _Kind | None:
+    """Get the kind of an attention layer of vLLM's own, None if the plugin does not serve it."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         CrossAttentionSpec,
         FullAttentionSpec,
-        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
 
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
-        _check_attention(name, spec)
-        slot_bytes = spec.page_size_bytes // spec.block_size
-        return ("full",), Layer(name=name, slot_bytes=slot_bytes)
+        return _Kind(layer_type=FullAttention, name="full")
     if type(spec) is MLAAttentionSpec:
-        _check_attention(name, spec)
-        slot_bytes = spec.page_size_bytes // spec.block_size
-        return ("latent",), Layer(name=name, slot_bytes=slot_bytes)
+        return _Kind(layer_type=FullAttention, name="latent")
     if type(spec) is SlidingWindowSpec:
-        _check_attention(name, spec)
-        slot_bytes = spec.page_size_bytes // spec.block_size
         kept = spec.sliding_window + spec.extra_retained_tokens
-        return ("sliding", kept), Layer(name=name, slot_bytes=slot_bytes)
+        fields = (("window_tokens", kept),)
+        return _Kind(layer_type=SlidingWindow, name=f"sliding_{kept}", fields=fields)
     if type(spec) is ChunkedLocalAttentionSpec:
-        _check_attention(name, spec)
-        slot_bytes = spec.page_size_bytes // spec.block_size
-        return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
+        chunk_tokens = spec.attention_chunk_size
+        fields = (("chunk_tokens", chunk_tokens),)
+        return _Kind(layer_type=ChunkedLocal, name=f"chunked_{chunk_tokens}", fields=fields)
     if type(spec) is CrossAttentionSpec:
-        _check_attention(name, spec)
-        slot_bytes = spec.page_size_bytes // spec.block_size
-        return ("cross",), Layer(name=name, slot_bytes=slot_bytes)
-    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        return _Kind(layer_type=CrossAttention, name="cross")
+    return None
+
+
+def _registered_kind(name: str, spec: "KVCacheSpec", registered: CacheSpec) -> _Kind:
+    """Get the kind of a layer whose type was registered.
+
+    Raises:
+        ValueError: It is no attention layer, or the values of its fields are not hashable.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    if not isinstance(spec, AttentionSpec):
+        msg = f"layer {name!r}: {type(spec).__name__} must inherit one of vLLM's attention specs"
+        raise ValueError(msg)  # noqa: TRY004  every mistake of a caller is one kind of error
+    fields = tuple(sorted(registered.fields_of(spec).items()))
+    try:
+        hash(fields)
+    except TypeError as error:
+        msg = (
+            f"layer {name!r}: fields_of {type(spec).__name__} must return values that are "
+            f"hashable, got {dict(fields)}"
+        )
+        raise ValueError(msg) from error
+    words = [*registered.layer_type.kind.split(), *(f"{value}" for _, value in fields)]
+    return _Kind(layer_type=registered.layer_type, name="_".join(words), fields=fields)
+
+
+def _layer(name: str, spec: "KVCacheSpec") -> Layer:
+    """Get the storage of a layer.
+
+    Raises:
+        ValueError: The kernels cannot read its cache. The message names the layer.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+
+    if isinstance(spec, MambaSpec):
         _check_states(name, spec)
-        kind, draft_tokens = spec.mamba_type.name.lower(), spec.num_speculative_blocks
-        key = ("state", kind, draft_tokens, spec.shapes, spec.dtypes)
-        return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
-    msg = (
-        f"layer {name!r} with a {type(spec).__name__}, where full, latent, sliding window, chunked "
-        f"local and cross attention and Mamba states are served: {spec}"
-    )
-    raise Refusal.CACHE_LAYOUT.error(msg)
+        return Layer(name=name, slot_bytes=spec.state_content_size_bytes)
+    if isinstance(spec, AttentionSpec):
+        _check_attention(name, spec)
+    return Layer(name=name, slot_bytes=spec.page_size_bytes // spec.block_size)
 
 
 def model_spec(
@@ -212,40 +278,17 @@ def model_spec(
 
 def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
     """Group the layers of one model into layer types."""
-    layers_by_key: dict[tuple[object, ...], list[Layer]] = {}
+    layers_by_kind: dict[_Kind, list[Layer]] = {}
     for name, spec in specs.items():
-        key, layer = _layer(name, spec)
-        layers_by_key.setdefault(key, []).append(layer)
-    names: dict[str, int] = {}
+        layers_by_kind.setdefault(_kind(name, spec), []).append(_layer(name, spec))
+    num_named: Counter[str] = Counter()
     layer_types: list[LayerType] = []
-    for key, layers in layers_by_key.items():
-        match key:
-            case ("full",):
-                layer_types.append(FullAttention(name="full", layers=tuple(layers)))
-            case ("latent",):
-                layer_types.append(FullAttention(name="latent", layers=tuple(layers)))
-            case ("sliding", int(window_tokens)):
-                name = f"sliding_{window_tokens}"
-                layer_types.append(
-                    SlidingWindow(name=name, layers=tuple(layers), window_tokens=window_tokens)
-                )
-            case ("chunked", int(chunk_tokens)):
-                name = f"chunked_{chunk_tokens}"
-                layer_types.append(
-                    ChunkedLocal(name=name, layers=tuple(layers), chunk_tokens=chunk_tokens)
-                )
-            case ("cross",):
-                layer_types.append(CrossAttention(name="cross", layers=tuple(layers)))
-            case ("state", str(kind), int(draft_tokens), *_):
-                # States of one kind with different shapes have different layer types.
-                names[kind] = names.get(kind, 0) + 1
-                name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
-                layer_types.append(
-                    State(name=name, layers=tuple(layers), draft_tokens=draft_tokens)
-                )
-            case _:
-                msg = f"unknown key of a layer type: {key}"
-                raise ValueError(msg)
+    for kind, layers in layers_by_kind.items():
+        num_named[kind.name] += 1
+        number = num_named[kind.name]
+        name = kind.name if number == 1 else f"{kind.name}_{number}"
+        made: dict[str, Any] = {"name": name, "layers": tuple(layers), **dict(kind.fields)}
+        layer_types.append(kind.layer_type(**made))
     return layer_types
 
 
