@@ -189,7 +189,7 @@ def test_linear_attention_cut_anywhere_errs_no_more_than_plain_pytorch(options, 
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs, layer = prompts(HIDDEN), linear_layer(state_pages(SHAPES))
     # (request, tokens, page): in a first chunk, two in one, at the end of one.
@@ -197,13 +197,13 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 
     def order(rows):
         writes = tuple(
-            StateWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
+            CheckpointWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
             for name, tokens, page in wanted
             for row in rows
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
 
     builder = builder_for(config)
     run_in_steps(

@@ -34,7 +34,7 @@ from jenga.vllm_plugin.layers.mamba_builder import (
     JengaStateBackend,
     builder_beside,
 )
-from jenga.vllm_plugin.layers.state_counts import Replay
+from jenga.vllm_plugin.layers.replay_counts import Replay
 from jenga_kernels.checks.histories import DeltaHistory
 from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_scan import delta_scan

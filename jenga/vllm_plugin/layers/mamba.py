@@ -15,7 +15,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadata
-from jenga.vllm_plugin.layers.state_counts import Replay
+from jenga.vllm_plugin.layers.replay_counts import Replay
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.checks.histories import InputHistory
 from jenga_kernels.conv_update import conv_update
