@@ -226,8 +226,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
     settle_kernels(builder, setting)
 
     asked = scan_options(
-        gated_delta,
-        "delta_scan",
+        gated_delta.DeltaRule,
         partial(run_in_steps, forward, builder, prompts(INPUT_DIM), VALUE_DIM),
         monkeypatch,
     )
@@ -354,7 +353,7 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     )
     from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()
@@ -362,7 +361,7 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     def in_step(forward):
         def run(inputs, out, metadata):
             context = SimpleNamespace(attn_metadata={NAME: metadata})
-            monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+            monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
             forward(inputs, out)
 
         return run

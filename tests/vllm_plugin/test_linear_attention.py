@@ -260,7 +260,7 @@ def test_vllms_own_operations_serve_the_layers_where_the_backend_is_not_selected
 
 
 def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
 
     layer, inputs = linear_layer(state_pages(SHAPES)), with_positions(prompts(HIDDEN))
     builder = builder_for(config)
@@ -270,7 +270,7 @@ def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noq
 
     def forward(rows, out, metadata):
         context = SimpleNamespace(attn_metadata={NAME: metadata})
-        monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+        monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
         # As vLLM's operation does.
         layer._forward(hidden_states=rows[:, 1:], output=out, positions=rows[:, 0].long())
 

@@ -258,15 +258,15 @@ def test_mamba2_layer_cut_anywhere_errs_no_more_than_vllms_own(config, monkeypat
             check_close(layer.kv_cache[index][page], exact_state, stock_states[index][page])
 
 
-def scan_options(module, name, run, monkeypatch):
-    """What a run asks of a scan, call by call."""
-    scan, asked = getattr(module, name), []
+def scan_options(kind_of_inputs, run, monkeypatch):
+    """What a run asks of the scan of one kind of layers, call by call."""
+    operations, asked = kind_of_inputs.operations, []
 
     def remember(*args, **options):
         asked.append(options)
-        scan(*args, **options)
+        operations.scan(*args, **options)
 
-    monkeypatch.setattr(module, name, remember)
+    monkeypatch.setattr(kind_of_inputs, "operations", replace(operations, scan=remember))
     run()
     return asked
 
@@ -282,8 +282,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, 
     settle_kernels(builder, setting)
 
     asked = scan_options(
-        mamba,
-        "state_scan",
+        mamba.Recurrence,
         partial(run_in_steps, forward, builder, inputs, INNER),
         monkeypatch,
     )

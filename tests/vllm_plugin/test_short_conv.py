@@ -220,7 +220,7 @@ def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(co
 
 @pytest.mark.parametrize("name", ["forward_native", "forward_cuda"])
 def test_the_names_that_vllms_layer_calls_lead_here(name, config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
     from jenga.vllm_plugin.layers.short_conv import forward_short_conv
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
@@ -230,7 +230,7 @@ def test_the_names_that_vllms_layer_calls_lead_here(name, config, monkeypatch): 
 
     def forward(hidden, out, metadata):
         context = SimpleNamespace(attn_metadata={NAME: metadata})
-        monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+        monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
         getattr(layer, name)(hidden_states=hidden, output=out)  # as vLLM's operation does
 
     ours = run_in_steps(forward, builder, inputs, HIDDEN)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,10 +68,12 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     replay_p: Replay | None = None
 
 
-SCAN_CALLS = {
-    "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
-    "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
-}
+SCAN_CALLS = MappingProxyType(
+    {
+        "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
+        "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
+    }
+)
 """vLLM's name of a kind of layers -> function that describes the calls of its scans of prompts.
 
 Other kinds of layers have the same kernel for all GPUs.
