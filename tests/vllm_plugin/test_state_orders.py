@@ -116,6 +116,7 @@ class Worker:
             for name, count in step.num_scheduled_tokens.items()
         }
         sent = pickle.loads(pickle.dumps(step))  # as an executor sends it to its workers
+        assert sent.kv_cache_block_copies is None
         return step, attached_orders(sent), rows
 
     def run(self, planned):
