@@ -24,7 +24,7 @@ from jenga.vllm_plugin.settings.refusals import Refusal, check_refusals
 from jenga.vllm_plugin.settings.refused_models import SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.settings.switch import backend_member
-from jenga.vllm_plugin.specs.state_history import take_replay
+from jenga.vllm_plugin.specs.replay_layout import take_replay
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from jenga.tables.request import CopyPath
-from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound
+from jenga.vllm_plugin.orders.copy_rounds import CopyRound
 from jenga.vllm_plugin.worker.host_memory import HostMemory
 from perf.harness.timing import Benchmark, Row
 

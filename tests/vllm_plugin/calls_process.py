@@ -67,7 +67,7 @@ def note_calls(names):
 def described(llm):
     """Get the calls that builders of an engine's layers would have tried, and their arguments."""
     from jenga.vllm_plugin.trials.tried_kernels import TriesKernels
-    from jenga.vllm_plugin.worker.state_worker import builders_of
+    from jenga.vllm_plugin.worker.step_mailbox import builders_of
     from jenga_kernels.trial_calls import Call
 
     calls, names = {}, {}

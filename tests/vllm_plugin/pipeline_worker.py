@@ -22,7 +22,7 @@ class RankOfPipeline:
 
     def fill_arena(self, value):
         """Set every byte of the rank's arena; get how many there are."""
-        from jenga.vllm_plugin.worker.state_worker import arena_of
+        from jenga.vllm_plugin.worker.page_copies import arena_of
 
         arena = arena_of(self.model_runner.kv_caches)
         arena.view(torch.uint8).fill_(value)

@@ -24,7 +24,7 @@ from tests.vllm_plugin.engine_process import (
 
 def fill_host_memory(llm):
     """Fill what was evicted with NaN, if there is host memory."""
-    from jenga.vllm_plugin.worker.state_worker import mailbox_of
+    from jenga.vllm_plugin.worker.step_mailbox import mailbox_of
 
     if scheduler_of(llm).kv_cache_manager.manager.host_report() is not None:
         mailbox_of(runner_of(llm)).host_memory.memory.fill_(NAN_BYTE - 256)

@@ -85,7 +85,7 @@ def test_a_layer_cut_anywhere_errs_no_more_than_plain_pytorch(config):  # noqa: 
 
 
 def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()
@@ -94,7 +94,7 @@ def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noq
 
     def forward(rows, out, metadata):
         context = SimpleNamespace(attn_metadata={NAME: metadata})
-        monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+        monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
         q, k, v, gates, betas = parts_of(rows)
         attended = out.unflatten(-1, (NUM_HEADS, HEAD_DIM))[None]
         # As vLLM's operation does.

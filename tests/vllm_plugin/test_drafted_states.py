@@ -268,15 +268,15 @@ def test_a_copied_page_has_the_state_after_any_token_of_its_last_step(ahead, con
 
 def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
     from jenga.vllm_plugin.layers.mamba import forward_mamba2
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     short, long = requests_of([(1, 5), (20, 20)])
     layer = mamba2_layer(state_pages(MAMBA2_SHAPES, num_pages=KEPT_PAGE + 1 + SLOTS * 2))
     builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
     forward = partial(forward_mamba2, layer)
     # Any of a request's pages names it.
-    write = StateWrite(running_page=long.pages[2], after_tokens=16, page=KEPT_PAGE)
-    builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: (write,)}))
+    write = CheckpointWrite(running_page=long.pages[2], after_tokens=16, page=KEPT_PAGE)
+    builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: (write,)}))
 
     metadata = run_step(forward, builder, [Row(long, 20, 0), Row(short, 1, DRAFTS)])
     assert metadata.num_decodes == 0

@@ -349,7 +349,7 @@ def test_keys_of_another_number_than_was_encoded_are_refused():
 
     from jenga.errors import InvariantError
     from jenga.vllm_plugin.layers.cross_attention import JengaCrossMetadata
-    from jenga.vllm_plugin.worker.state_worker import StepMailbox
+    from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
     mailbox = StepMailbox()
 

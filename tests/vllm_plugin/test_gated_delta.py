@@ -226,8 +226,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
     settle_kernels(builder, setting)
 
     asked = scan_options(
-        gated_delta,
-        "delta_scan",
+        gated_delta.DeltaRule,
         partial(run_in_steps, forward, builder, prompts(INPUT_DIM), VALUE_DIM),
         monkeypatch,
     )
@@ -297,7 +296,7 @@ def test_gated_delta_layer_in_bfloat16_errs_no_more_than_vllms_own(config):  # n
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(INPUT_DIM)
     layer = gated_delta_layer(state_pages(SHAPES))
@@ -306,13 +305,13 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 
     def order(rows):
         writes = tuple(
-            StateWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
+            CheckpointWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
             for name, tokens, page in wanted
             for row in rows
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
 
     builder = builder_for(layer, config, SHAPES)
     run_in_steps(partial(run_gated_delta, layer), builder, inputs, VALUE_DIM, before_step=order)
@@ -354,7 +353,7 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     )
     from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()
@@ -362,7 +361,7 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     def in_step(forward):
         def run(inputs, out, metadata):
             context = SimpleNamespace(attn_metadata={NAME: metadata})
-            monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+            monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
             forward(inputs, out)
 
         return run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jenga.tables.request import CopyPath, PageCopy
-from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound, copy_rounds, runs_of_copies
+from jenga.vllm_plugin.orders.copy_rounds import CopyRound, copy_rounds, runs_of_copies
 from tests.machines.geometries import STATES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,8 +124,8 @@ def test_what_is_copied_ahead_is_what_the_step_left_and_the_next_one_waits(num_b
 @pytest.mark.parametrize("when", ["copies", "ahead"])
 def test_pages_ordered_to_host_memory_that_is_not_there_are_an_error(when, arena):
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.scheduler.state_orders import StepOrders
-    from jenga.vllm_plugin.worker.state_worker import StepMailbox
+    from jenga.vllm_plugin.orders.step_orders import StepOrders
+    from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
     out = CopyRound(small_pages_per_large_page=3, source_pages=(4,), target_pages=(7,), path=OUT)
 
@@ -141,9 +141,9 @@ def test_host_memory_that_cannot_be_had_is_refused_by_the_option():
 
 
 def test_host_memory_of_one_engine_does_not_wait_for_copies_of_another(arena, monkeypatch):
-    from jenga.vllm_plugin.scheduler.state_orders import StepOrders
+    from jenga.vllm_plugin.orders.step_orders import StepOrders
     from jenga.vllm_plugin.worker.host_memory import HostMemory
-    from jenga.vllm_plugin.worker.state_worker import StepMailbox
+    from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
     first, second = StepMailbox(), StepMailbox()
     finished = []

@@ -189,7 +189,7 @@ def test_linear_attention_cut_anywhere_errs_no_more_than_plain_pytorch(options, 
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs, layer = prompts(HIDDEN), linear_layer(state_pages(SHAPES))
     # (request, tokens, page): in a first chunk, two in one, at the end of one.
@@ -197,13 +197,13 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 
     def order(rows):
         writes = tuple(
-            StateWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
+            CheckpointWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
             for name, tokens, page in wanted
             for row in rows
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
 
     builder = builder_for(config)
     run_in_steps(
@@ -260,7 +260,7 @@ def test_vllms_own_operations_serve_the_layers_where_the_backend_is_not_selected
 
 
 def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
 
     layer, inputs = linear_layer(state_pages(SHAPES)), with_positions(prompts(HIDDEN))
     builder = builder_for(config)
@@ -270,7 +270,7 @@ def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noq
 
     def forward(rows, out, metadata):
         context = SimpleNamespace(attn_metadata={NAME: metadata})
-        monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+        monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
         # As vLLM's operation does.
         layer._forward(hidden_states=rows[:, 1:], output=out, positions=rows[:, 0].long())
 

@@ -258,15 +258,15 @@ def test_mamba2_layer_cut_anywhere_errs_no_more_than_vllms_own(config, monkeypat
             check_close(layer.kv_cache[index][page], exact_state, stock_states[index][page])
 
 
-def scan_options(module, name, run, monkeypatch):
-    """What a run asks of a scan, call by call."""
-    scan, asked = getattr(module, name), []
+def scan_options(kind_of_inputs, run, monkeypatch):
+    """What a run asks of the scan of one kind of layers, call by call."""
+    operations, asked = kind_of_inputs.operations, []
 
     def remember(*args, **options):
         asked.append(options)
-        scan(*args, **options)
+        operations.scan(*args, **options)
 
-    monkeypatch.setattr(module, name, remember)
+    monkeypatch.setattr(kind_of_inputs, "operations", replace(operations, scan=remember))
     run()
     return asked
 
@@ -282,8 +282,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, 
     settle_kernels(builder, setting)
 
     asked = scan_options(
-        mamba,
-        "state_scan",
+        mamba.Recurrence,
         partial(run_in_steps, forward, builder, inputs, INNER),
         monkeypatch,
     )
@@ -295,7 +294,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
     from jenga.vllm_plugin.layers.mamba import forward_mamba2
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
     layer = mamba2_layer(state_pages(MAMBA2_SHAPES))
@@ -304,13 +303,13 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
 
     def order(rows):
         writes = tuple(
-            StateWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
+            CheckpointWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
             for name, tokens, page in wanted
             for row in rows
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
 
     builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
     run_in_steps(partial(forward_mamba2, layer), builder, inputs, INNER, before_step=order)
@@ -437,16 +436,16 @@ def test_a_builder_serves_vllms_own_layers_where_the_backend_is_not_selected(con
 
 def test_orders_that_no_layer_took_are_a_bug_and_said_so(config):
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
-    write = StateWrite(running_page=5, after_tokens=16, page=1)
-    orders = StepOrders(copies=(), writes={NAME: (write,), "of another rank": (write,)})
+    write = CheckpointWrite(running_page=5, after_tokens=16, page=1)
+    orders = StepOrders(copies=(), checkpoints={NAME: (write,), "of another rank": (write,)})
     builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
     mailbox = builder.mailbox
     mailbox.deliver([], 1, orders)
     with pytest.raises(InvariantError, match=NAME):
         mailbox.deliver([], 1, orders)
-    assert mailbox.take_writes([NAME]) == (write,)
+    assert mailbox.take_checkpoints([NAME]) == (write,)
 
     mailbox.deliver([], 1, orders)
     with pytest.raises(InvariantError, match="the step computes"):
@@ -455,8 +454,8 @@ def test_orders_that_no_layer_took_are_a_bug_and_said_so(config):
 
 def test_orders_of_one_engine_do_not_wait_for_the_layers_of_another(config):
     """Also where a step of the first one failed before its layers could take them."""
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.worker.state_worker import open_mailbox
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
+    from jenga.vllm_plugin.worker.step_mailbox import open_mailbox
 
     def engine():
         builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
@@ -464,8 +463,8 @@ def test_orders_of_one_engine_do_not_wait_for_the_layers_of_another(config):
         return builder, open_mailbox(SimpleNamespace(attn_groups=[[group]]))
 
     (first, of_first), (second, of_second) = engine(), engine()
-    write = StateWrite(running_page=5, after_tokens=16, page=1)
-    of_first.deliver([], 1, StepOrders(writes={NAME: (write,)}))
+    write = CheckpointWrite(running_page=5, after_tokens=16, page=1)
+    of_first.deliver([], 1, StepOrders(checkpoints={NAME: (write,)}))
     of_second.deliver([], 1, StepOrders())
 
     metadata = second.build(0, common_metadata([(True, 2, 0, 20, 20, "b")]))

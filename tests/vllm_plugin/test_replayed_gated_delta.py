@@ -126,7 +126,7 @@ ALL_KINDS = pytest.mark.parametrize(
 
 
 def specs_with_histories(specs, architecture, history_tokens=HISTORY_TOKENS, dtype=torch.float32):
-    from jenga.vllm_plugin.specs.state_history import with_histories
+    from jenga.vllm_plugin.specs.replay_layout import with_histories
 
     config = SimpleNamespace(  # noqa: F811
         additional_config={"jenga_history_tokens": history_tokens},
@@ -287,15 +287,15 @@ def test_decoding_goes_on_from_copied_pages_and_prompts_bring_them_up_to_date(
 
 @KINDS
 def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(kind, config):  # noqa: F811
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(kind.input_size)["c"]
     layer, builder = layer_with_histories(kind, config)
     writes = tuple(
-        StateWrite(running_page=5, after_tokens=tokens, page=page)
+        CheckpointWrite(running_page=5, after_tokens=tokens, page=page)
         for tokens, page in ((16, 1), (32, 3))
     )
-    builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+    builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
     rows = [(True, 2, 0, 7, 7, "b"), (True, 5, 0, 40, 40, "c")]
     both = torch.cat([prompts(kind.input_size)["b"][:7], inputs[:40]])
 
@@ -372,14 +372,12 @@ def test_the_places_of_a_graph_stay_where_they_are_from_step_to_step(
 
 
 def test_counts_are_not_read_where_vllm_warms_up_in_pages_over_one_another(config):  # noqa: F811
-    from jenga.vllm_plugin.layers.state_counts import warming_up
-
     layer, builder = layer_with_histories(QWEN, config)
     layer.pages[2][3] = 1_071_778_190  # what a key left there
     inputs, out = prompts(QWEN.input_size)["c"][:1], torch.empty(1, QWEN.out_size)
     step = common_metadata([(False, 3, 5, 1, 0, "")])
 
-    with warming_up():
+    with builder.mailbox.warming_up():
         metadata = builder.build(0, step)
         QWEN.run(layer, inputs, out, metadata)
     assert metadata.replay_d.state_tokens.tolist() == [5]
@@ -462,7 +460,7 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
     ],
 )
 def test_vllms_flag_and_the_variable_ask_for_the_same(flag, variable, want):
-    from jenga.vllm_plugin.specs.state_history import history_tokens, take_replay
+    from jenga.vllm_plugin.specs.replay_layout import history_tokens, take_replay
 
     cache = SimpleNamespace(use_replayssm=flag is not None, replayssm_buffer_len=flag or 16)
     engine = SimpleNamespace(cache_config=cache, additional_config={}, num_speculative_tokens=3)
@@ -485,7 +483,7 @@ def test_jenga_plan_counts_the_bytes_that_layers_take(tiny_model):
     from jenga.models.options import ReadOptions
     from jenga.models.reader import read_model
     from jenga.spec import State
-    from jenga.vllm_plugin.specs.state_history import with_histories
+    from jenga.vllm_plugin.specs.replay_layout import with_histories
 
     model, drafts = tiny_model("qwen3_next"), {"method": "ngram", "num_speculative_tokens": 3}
     engine = EngineArgs(

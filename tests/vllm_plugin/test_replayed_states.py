@@ -56,7 +56,7 @@ def layer_with_histories(
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.specs.state_history import with_histories
+    from jenga.vllm_plugin.specs.replay_layout import with_histories
 
     plain = MambaSpec(
         block_size=256,
@@ -147,15 +147,15 @@ def run_alone(config, inputs):  # noqa: F811
 
 def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(config):  # noqa: F811
     from jenga.vllm_plugin.layers.mamba import forward_mamba2
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(NUM_INPUTS)["c"]
     layer, builder = layer_with_histories(config)
     writes = tuple(
-        StateWrite(running_page=5, after_tokens=tokens, page=page)
+        CheckpointWrite(running_page=5, after_tokens=tokens, page=page)
         for tokens, page in ((16, 1), (32, 3))
     )
-    builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+    builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
     rows = [(True, 2, 0, 7, 7, "b"), (True, 5, 0, 40, 40, "c")]
     both = torch.cat([prompts(NUM_INPUTS)["b"][:7], inputs[:40]])
 
@@ -174,7 +174,7 @@ def test_histories_are_for_mamba2_layers_with_rows_of_whole_loads(config):  # no
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.specs.state_history import with_histories
+    from jenga.vllm_plugin.specs.replay_layout import with_histories
 
     def spec(kind, shapes):
         return MambaSpec(
@@ -201,7 +201,7 @@ def test_jenga_plan_counts_the_bytes_that_layers_take(asked, tiny_model):
     from jenga.models.options import ReadOptions
     from jenga.models.reader import read_model
     from jenga.spec import State
-    from jenga.vllm_plugin.specs.state_history import with_histories
+    from jenga.vllm_plugin.specs.replay_layout import with_histories
 
     model, drafts = tiny_model("granite_hybrid"), {"method": "ngram", "num_speculative_tokens": 3}
     engine = EngineArgs(

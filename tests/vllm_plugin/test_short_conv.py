@@ -125,7 +125,7 @@ def test_short_convolution_cut_anywhere_errs_no_more_than_vllms_own(
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
     from jenga.vllm_plugin.layers.short_conv import forward_short_conv
-    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(HIDDEN)
     layer = short_conv_layer(state_pages(SHAPES))
@@ -134,13 +134,13 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 
     def order(rows):
         writes = tuple(
-            StateWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
+            CheckpointWrite(running_page=row[1], after_tokens=tokens - row[2], page=page)
             for name, tokens, page in wanted
             for row in rows
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), checkpoints={NAME: writes}))
 
     builder = builder_for(layer, config)
     run_in_steps(partial(forward_short_conv, layer), builder, inputs, HIDDEN, before_step=order)
@@ -220,7 +220,7 @@ def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(co
 
 @pytest.mark.parametrize("name", ["forward_native", "forward_cuda"])
 def test_the_names_that_vllms_layer_calls_lead_here(name, config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers import recurrent
     from jenga.vllm_plugin.layers.short_conv import forward_short_conv
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
@@ -230,7 +230,7 @@ def test_the_names_that_vllms_layer_calls_lead_here(name, config, monkeypatch): 
 
     def forward(hidden, out, metadata):
         context = SimpleNamespace(attn_metadata={NAME: metadata})
-        monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+        monkeypatch.setattr(recurrent, "get_forward_context", lambda: context)
         getattr(layer, name)(hidden_states=hidden, output=out)  # as vLLM's operation does
 
     ours = run_in_steps(forward, builder, inputs, HIDDEN)

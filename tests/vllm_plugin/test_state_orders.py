@@ -17,9 +17,11 @@ from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.spec import FullAttention, Layer, ModelSpec, State
+from jenga.state_keeper import KeptInPassing, StateKeeper
 from jenga.tables.request import CopyPath, PageCopy
-from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound, copy_rounds
-from jenga.vllm_plugin.scheduler.state_orders import StateKeeper, StepOrders, take_orders
+from jenga.vllm_plugin.orders.copy_rounds import CopyRound, copy_rounds
+from jenga.vllm_plugin.orders.step_orders import StepOrders, attached_orders
+from jenga.vllm_plugin.scheduler.make_orders import make_orders
 from jenga.vllm_plugin.worker.warm_up import on_pages_apart, orders_of
 from tests.vllm_plugin.test_cache_manager import request
 
@@ -113,14 +115,16 @@ class Worker:
             name: (starts[name], starts[name] + count, self.manager.page_tables(name))
             for name, count in step.num_scheduled_tokens.items()
         }
-        (orders,) = step.kv_cache_block_copies or (StepOrders(copies=(), writes={}),)
-        return step, pickle.loads(pickle.dumps(orders)), rows
+        sent = pickle.loads(pickle.dumps(step))  # as an executor sends it to its workers
+        assert sent.kv_cache_block_copies is None
+        return step, attached_orders(sent), rows
 
     def run(self, planned):
         """Run a planned step; a random token for every request whose prompt is read."""
-        step, orders, rows = planned
+        _, orders, rows = planned
         # What is copied ahead is waited for by the next orders that come, and they do in any case.
-        assert step.kv_cache_block_copies or not self.is_copying
+        assert orders is not None or not self.is_copying
+        orders = orders or StepOrders()
         self._copy(self.ahead)
         self._copy(orders.copies)
         num_early = self.late.randint(0, len(orders.ahead))
@@ -131,7 +135,7 @@ class Worker:
         for index, table in self.tables.items():
             if not table.is_state:
                 continue
-            writes = list(orders.writes.get(table.layers[0].name, ()))
+            writes = list(orders.checkpoints.get(table.layers[0].name, ()))
             for name, (start, end, pages) in rows.items():
                 (page,) = pages[index]
                 tokens = tuple(self.tokens[name])
@@ -478,7 +482,7 @@ def test_copies_of_a_large_page_that_changed_hands_keep_their_order():
 
 
 def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
-    from jenga.vllm_plugin.worker.state_worker import arena_of, copy_pages
+    from jenga.vllm_plugin.worker.page_copies import arena_of, copy_pages
 
     arena = torch.randint(-100, 100, (6 * 48,), dtype=torch.int8)
     before = arena.clone().view(6, 48)
@@ -540,9 +544,9 @@ def test_a_state_still_to_be_written_keeps_its_page_from_one_that_is_kept_later(
         admit(manager, one, num_tokens=20, prompt_tokens=20)
         keeper.schedule(one, 0, 20)
 
-    orders = take_orders(manager, keeper, num_tokens=0)
+    orders = make_orders(manager, keeper, num_tokens=0)
 
-    (write,) = orders.writes["state.0"]
+    (write,) = orders.checkpoints["state.0"]
     assert write.running_page == manager.page_table("a", 0)[0]
     assert write.after_tokens == 16
     assert orders.copies == ()
@@ -568,14 +572,14 @@ def test_a_state_after_a_single_token_is_copied_before_the_next_step():
     one = fake_request("a", 20)
     admit(manager, one, num_tokens=15, prompt_tokens=20)
     keeper.schedule(one, 0, 15)
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
 
     keeper.step_starts()
     manager.allocate("a", num_tokens=16, num_processed_tokens=15)
     keeper.schedule(one, 15, 16)
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
     keeper.step_starts()
-    orders = take_orders(manager, keeper, num_tokens=0)
+    orders = make_orders(manager, keeper, num_tokens=0)
 
     (copies,) = orders.copies
     assert copies.source_pages == tuple(manager.page_table("a", 0))
@@ -590,18 +594,18 @@ def test_with_drafts_states_after_a_few_tokens_are_copied_from_the_slots_of_thei
     one = fake_request("a", 18)
     admit(manager, one, num_tokens=15, prompt_tokens=18)
     keeper.schedule(one, 0, 15)
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
 
     # A chunk of three tokens, as many as drafts: the state after 16 is left in its slot.
     keeper.step_starts()
     manager.allocate("a", num_tokens=18, num_processed_tokens=15)
     keeper.schedule(one, 15, 18)
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
     keeper.step_starts()
     # The last token, and drafts: nothing of that is kept.
     keeper.schedule(one, 17, 21)
     assert not keeper._passages
-    orders = take_orders(manager, keeper, num_tokens=0)
+    orders = make_orders(manager, keeper, num_tokens=0)
 
     (copies,) = orders.copies
     assert copies.source_pages == (manager.page_table("a", 0)[16 % 4],)
@@ -625,18 +629,18 @@ def test_with_drafts_an_answers_state_is_kept_where_the_slots_still_have_it(
     keeper = StateKeeper(manager, hash_tokens=16)
     manager.allocate("a", num_tokens=61, facts=RequestFacts(prompt_tokens=61))
     keeper.schedule(fake_request("a", 61), 0, 61)
-    take_orders(manager, keeper, num_tokens=0)
+    make_orders(manager, keeper, num_tokens=0)
     manager.take_copies()
     keeper.step_starts()
     manager.allocate("a", num_tokens=72, num_processed_tokens=61)
     keeper.schedule(fake_request("a", first_step_tokens + 1), first_step_tokens, 66)
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
 
     keeper.step_starts()
     one = fake_request("a", 67, num_in_flight_tokens=num_in_flight_tokens)
     keeper.schedule(one, 66, 70)
 
-    orders = take_orders(manager, keeper, num_tokens=0)
+    orders = make_orders(manager, keeper, num_tokens=0)
     assert bool(orders.copies) == is_kept
     if is_kept:
         (copies,) = orders.copies
@@ -668,7 +672,7 @@ def step_with_drafts(manager, keeper, start_tokens):
     manager.allocate("a", num_tokens=start_tokens + 3, num_processed_tokens=start_tokens)
     manager.commit("a", one.block_hashes, start_tokens)
     keeper.schedule(one, start_tokens, start_tokens + 3)
-    return take_orders(manager, keeper, num_tokens=3).copies
+    return make_orders(manager, keeper, num_tokens=3).copies
 
 
 def test_with_drafts_a_state_that_found_no_page_is_not_kept_from_a_slot_written_since():
@@ -719,13 +723,13 @@ def test_with_histories_an_answers_state_is_kept_where_the_last_step_passed_it(
     for start_tokens in (58, last_start):
         # Nothing is kept of these: in the first steps its hash is not known yet.
         keeper.schedule(fake_request("a", 63), start_tokens, start_tokens + 4)
-        assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+        assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
         keeper.step_starts()
 
     one = fake_request("a", 66, num_in_flight_tokens=num_in_flight_tokens)
     keeper.schedule(one, 65, 69)
 
-    orders = take_orders(manager, keeper, num_tokens=0)
+    orders = make_orders(manager, keeper, num_tokens=0)
     assert bool(orders.copies) == is_kept
     if is_kept:
         (copies,) = orders.copies
@@ -740,19 +744,19 @@ def test_with_drafts_a_state_that_the_next_prompt_of_a_session_passed_is_not_kep
     keeper = StateKeeper(manager, hash_tokens=16)
     manager.allocate("a", num_tokens=24, facts=RequestFacts(prompt_tokens=20))
     keeper.schedule(fake_request("a", 21), 20, 24)
-    take_orders(manager, keeper, num_tokens=0)
+    make_orders(manager, keeper, num_tokens=0)
     keeper.step_starts()
 
     # The session's next prompt ends two tokens after where a state would be kept.
     manager.allocate("a", num_tokens=66, num_processed_tokens=24)
     keeper.schedule(fake_request("a", 66), 24, 66)
-    take_orders(manager, keeper, num_tokens=0)
+    make_orders(manager, keeper, num_tokens=0)
     manager.take_copies()
     keeper.step_starts()
     manager.allocate("a", num_tokens=70, num_processed_tokens=66)
     keeper.schedule(fake_request("a", 67), 66, 70)
 
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
 
 
 def test_an_answers_state_waits_for_the_hash_of_its_tokens():
@@ -764,7 +768,7 @@ def test_an_answers_state_waits_for_the_hash_of_its_tokens():
 
     keeper.schedule(fake_request("a", 63), 64, 65)
 
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
 
 
 def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
@@ -778,7 +782,7 @@ def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
     manager.free("a")
     keeper.forget("a")
 
-    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+    assert make_orders(manager, keeper, num_tokens=0) == StepOrders()
 
 
 def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
@@ -795,10 +799,10 @@ def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
 
     (new,) = step.scheduled_new_reqs
     states = [(i, table) for i, table in enumerate(geometry.page_tables) if table.is_state]
-    assert len(orders.copies) == len(orders.writes) == len(states) == 2
+    assert len(orders.copies) == len(orders.checkpoints) == len(states) == 2
     for (index, table), copies in zip(states, orders.copies, strict=True):
         last = num_large_pages * table.small_pages_per_large_page - 1
-        (write,) = orders.writes[table.layers[0].name]
+        (write,) = orders.checkpoints[table.layers[0].name]
         assert (write.running_page, write.after_tokens, write.page) == (
             *new.block_ids[index],
             16,
@@ -809,24 +813,27 @@ def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
 
 def test_orders_are_asked_for_in_the_order_that_the_machine_of_host_memory_proves():
     cut, asked = SimpleNamespace(page_tables=()), []
+    copy = PageCopy(table_index=0, source=1, target=2)
+    kept = [KeptInPassing(prefix_hash=b"", copy=copy, after_tokens=16)]
 
     class Asked:
         geometry = cut
 
         def __getattr__(self, name):
-            return lambda *_args: asked.append(name) or []
+            asked.append(name)
+            return lambda *_args: kept if name == "keep_passed" else []
 
-    take_orders(Asked(), Asked(), num_tokens=5)
+    make_orders(Asked(), Asked(), num_tokens=5, first_layers=[("0",)])
 
     # As in tests/machines/test_host_machine.py: what is loaded may take the page of a state, which
     # is not written then, and is not taken itself in the same step.
-    assert asked.index("keep_passed") < asked.index("load_ahead") < asked.index("writes")
-    assert [name for name in asked if name != "writes"] == [
+    assert asked == [
         "take_copies",
         "keep_passed",
         "load_ahead",
         "take_copies",
         "save_ahead",
+        "keeps_state",
     ]
 
 

@@ -24,6 +24,7 @@ def test_engines_of_one_process_do_not_see_each_other(runner, tiny_model, run_en
         options=options,
         max_tokens=6,
         script="two_engines_process.py",
+        by_references=True,
         environment={"VLLM_USE_V2_MODEL_RUNNER": runner},
     )
 

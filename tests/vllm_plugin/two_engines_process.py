@@ -41,7 +41,7 @@ def generate(engines, prompts, sampling):
 def fail_between_orders_and_layers(llm, prompts, sampling):
     """Let a step of an engine fail once it has its orders; whether it did."""
     from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
-    from jenga.vllm_plugin.worker.state_worker import builders_of, mailbox_of
+    from jenga.vllm_plugin.worker.step_mailbox import builders_of, mailbox_of
 
     def fail(*_, **__):
         msg = "the builder fails"
@@ -55,14 +55,14 @@ def fail_between_orders_and_layers(llm, prompts, sampling):
     try:
         step(llm, {})
     except RuntimeError:
-        return bool(mailbox_of(runner)._writes)
+        return bool(mailbox_of(runner)._checkpoints)
     return False
 
 
 def num_mailboxes():
     """Count the mailboxes of model runners, and the host memory, that are alive."""
     from jenga.vllm_plugin.worker.host_memory import HostMemory
-    from jenga.vllm_plugin.worker.state_worker import StepMailbox
+    from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
     gc.unfreeze()  # vLLM freezes what is there once an engine has started
     gc.collect()

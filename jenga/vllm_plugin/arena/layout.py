@@ -41,7 +41,7 @@ from jenga.vllm_plugin.specs.layer_types import (
     served_states,
     table_spec,
 )
-from jenga.vllm_plugin.specs.state_history import (
+from jenga.vllm_plugin.specs.replay_layout import (
     history_tokens,
     max_decode_tokens,
     with_histories,

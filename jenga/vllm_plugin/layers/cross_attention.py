@@ -20,7 +20,7 @@ from jenga.vllm_plugin.layers.attention_builder import (
     JengaTritonMetadata,
     JengaTritonMetadataBuilder,
 )
-from jenga.vllm_plugin.worker.state_worker import StepMailbox
+from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

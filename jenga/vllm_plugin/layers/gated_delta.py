@@ -12,30 +12,27 @@ models are tested alone.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.functional import softplus
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-from jenga.vllm_plugin.layers.mamba import (
-    Convolution,
-    channels_first,
-    conv_weight_of,
-    convolution_of,
-    convolve,
-    decode_slots,
-    prompts_of,
-    replays,
-    states_of,
-)
 from jenga.vllm_plugin.layers.mamba_builder import (
     JengaMambaMetadata,
     JengaStateBackend,
     builder_beside,
 )
-from jenga.vllm_plugin.layers.state_counts import Replay
-from jenga_kernels.checks.histories import DeltaHistory
+from jenga.vllm_plugin.layers.recurrent import (
+    Convolution,
+    Operations,
+    channels_first,
+    conv_weight_of,
+    convolution_of,
+    convolve,
+    recur,
+    states_of,
+)
 from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
@@ -86,6 +83,10 @@ class JengaGatedDeltaBackend(JengaStateBackend):
 class DeltaRule:
     """A step's inputs to the delta rule, named as in `jenga_kernels.delta_scan.delta_scan`."""
 
+    operations: ClassVar[Operations] = Operations(
+        update=delta_update, scan=delta_scan, replay=delta_replay
+    )
+
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -94,101 +95,17 @@ class DeltaRule:
     A_log: torch.Tensor | None
     dt_bias: torch.Tensor | None
 
+    def inputs(self, rows: slice) -> tuple[torch.Tensor, ...]:
+        """See `StepInputs`."""
+        return self.q[rows], self.k[rows], self.v[rows], self.gates[rows], self.betas[rows]
 
-def replay(
-    out: torch.Tensor,
-    states: torch.Tensor,
-    history: DeltaHistory,
-    step: DeltaRule,
-    slots: torch.Tensor,
-    counts: Replay,
-) -> None:
-    """Apply the first tokens of a step, or none, to states that are seldom written.
+    def options(self, rows: slice) -> dict[str, Any]:
+        """See `StepInputs`."""
+        return {"A_log": self.A_log, "dt_bias": self.dt_bias}
 
-    Args:
-        out: Outputs, [num_tokens, num_v_heads, head_v_dim], written in place. Its rows give the
-            number of tokens.
-        states: [num_slots, num_v_heads, head_v_dim, head_k_dim]. Those that `counts` names are
-            written in place.
-        history: History beside the states, written in place.
-        step: Inputs of the step.
-        slots: State slots of the requests, i32[num_requests].
-        counts: Numbers of tokens in the states, before and after.
-    """
-    first = len(out)
-    delta_replay(
-        out,
-        states,
-        history,
-        step.q[:first],
-        step.k[:first],
-        step.v[:first],
-        step.gates[:first],
-        step.betas[:first],
-        slots,
-        counts.computed_tokens,
-        counts.state_tokens,
-        counts.next_state_tokens,
-        A_log=step.A_log,
-        dt_bias=step.dt_bias,
-        query_starts=counts.query_starts,
-    )
-
-
-def apply_delta_rule(
-    out: torch.Tensor,
-    states: torch.Tensor,
-    step: DeltaRule,
-    metadata: JengaMambaMetadata,
-    layer_name: str,
-) -> None:
-    """Apply the delta rule to a step's tokens.
-
-    Args:
-        out: Outputs, [num_tokens, num_v_heads, head_v_dim], written in place.
-        states: [num_slots, num_v_heads, head_v_dim, head_k_dim], written in place.
-        step: Inputs of the step.
-        metadata: Metadata of the step.
-        layer_name: Name of the layer.
-    """
-    for num_tokens, slots, counts in replays(metadata):
-        history = counts.histories[layer_name]
-        replay(out[:num_tokens], states, history, step, slots, counts)
-    first = metadata.num_decode_tokens
-    if first and metadata.replay_d is None:
-        initial_slots, slots, query_starts = decode_slots(metadata)
-        delta_update(
-            out[:first],
-            states,
-            step.q[:first],
-            step.k[:first],
-            step.v[:first],
-            step.gates[:first],
-            step.betas[:first],
-            initial_slots,
-            slots,
-            A_log=step.A_log,
-            dt_bias=step.dt_bias,
-            query_starts=query_starts,
-        )
-    if metadata.num_prefill_tokens:
-        query_starts, initial_slots, slots = prompts_of(metadata)
-        delta_scan(
-            out[first:],
-            states,
-            step.q[first:],
-            step.k[first:],
-            step.v[first:],
-            step.gates[first:],
-            step.betas[first:],
-            query_starts,
-            initial_slots,
-            slots,
-            A_log=step.A_log,
-            dt_bias=step.dt_bias,
-            checkpoints=metadata.checkpoints,
-            is_portable=metadata.has_portable_scans,
-        )
+    def scan_options(self, metadata: JengaMambaMetadata) -> dict[str, Any]:
+        """See `StepInputs`."""
+        return {"is_portable": metadata.has_portable_scans}
 
 
 def forward_gated_delta(
@@ -216,7 +133,7 @@ def forward_gated_delta(
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     convolve(convolved, x, convolution_of(layer, conv_weight_of(layer.conv1d)), metadata)
     step = _gated_delta_step(layer, convolved, b, a)
-    apply_delta_rule(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
+    recur(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
 
 
 def _gated_delta_step(
@@ -318,7 +235,7 @@ def forward_kimi_delta(
         betas = betas.float().sigmoid()
         A_log, dt_bias = None, None  # noqa: N806
     step = DeltaRule(q=q, k=k, v=v, gates=gates, betas=betas, A_log=A_log, dt_bias=dt_bias)
-    apply_delta_rule(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
+    recur(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
 
 
 def forward_bailing_delta(
@@ -357,4 +274,4 @@ def forward_bailing_delta(
     q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in convolved)
     gates, betas = g1[0, :num_tokens], beta[0, :num_tokens]
     step = DeltaRule(q=q, k=k, v=v, gates=gates, betas=betas, A_log=None, dt_bias=None)
-    apply_delta_rule(core_attn_out[0, :num_tokens], states_of(layer), step, metadata, layer.prefix)
+    recur(core_attn_out[0, :num_tokens], states_of(layer), step, metadata, layer.prefix)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +24,13 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.layers.checkpoints import checkpoints_of
 from jenga.vllm_plugin.layers.cpu_serving import prepare_device
-from jenga.vllm_plugin.layers.state_counts import Replay, StateCounts
+from jenga.vllm_plugin.layers.replay_counts import Replay, ReplayCounts
 from jenga.vllm_plugin.settings.environment import read_settings
-from jenga.vllm_plugin.specs.history_kinds import NUM_STATES
+from jenga.vllm_plugin.specs.replay_kinds import NUM_STATES
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
-from jenga.vllm_plugin.worker.state_worker import StepMailbox, checkpoints_of
+from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.trial_calls import Call
 
@@ -44,7 +46,7 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     `state_indices_tensor_d`, i32[num_decodes, slots], has the slots of a request in the order in
     which its next tokens write them. The request starts from the state in the last slot.
 
-    If steps seldom write states (`state_history`), `replay_d` and `replay_p` are set if there are
+    If steps seldom write states (`replay_layout`), `replay_d` and `replay_p` are set if there are
     such requests, and the states of convolutions are ring buffers.
 
     Attributes:
@@ -66,10 +68,12 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     replay_p: Replay | None = None
 
 
-SCAN_CALLS = {
-    "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
-    "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
-}
+SCAN_CALLS = MappingProxyType(
+    {
+        "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
+        "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
+    }
+)
 """vLLM's name of a kind of layers -> function that describes the calls of its scans of prompts.
 
 Other kinds of layers have the same kernel for all GPUs.
@@ -107,10 +111,10 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         self._layers = vllm_config.compilation_config.static_forward_context
         asked = read_settings(os.environ).has_specialized_scans
         self.kernels = KernelChoice(device, asked=asked)
-        self._state_counts = None
+        self._replay_counts = None
         if len(kv_cache_spec.shapes) > NUM_STATES:
             self._num_slots = 1
-            self._state_counts = StateCounts(
+            self._replay_counts = ReplayCounts(
                 kv_cache_spec,
                 layer_names,
                 vllm_config,
@@ -146,11 +150,15 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
             step = self._in_order_of_writing(step)
             may_reject = step.query_start_loc.diff()  # not None: the values are not used
         common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
-        writes = self.mailbox.take_writes(self.ordered_layers)
+        writes = self.mailbox.take_checkpoints(self.ordered_layers)
         slots = common.state_indices_tensor_d
-        if self._state_counts is not None and common.num_decodes and slots is not None:
-            replay = self._state_counts.decode(
-                step, slots[:, 0], common.num_decodes, common.query_start_loc_d
+        if self._replay_counts is not None and common.num_decodes and slots is not None:
+            replay = self._replay_counts.decode(
+                step,
+                slots[:, 0],
+                common.num_decodes,
+                common.query_start_loc_d,
+                is_warming_up=self.mailbox.is_warming_up,
             )
             common = replace(common, replay_d=replay)
         starts, goes_on = common.query_start_loc_p, common.has_initial_states_p
@@ -169,8 +177,10 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         }
         checkpoints = checkpoints_of(writes, pages, few_tokens) if writes or few_tokens else None
         replay = None
-        if self._state_counts is not None:
-            replay = self._state_counts.read(step, pages[:, 0], first, checkpoints)
+        if self._replay_counts is not None:
+            replay = self._replay_counts.read(
+                step, pages[:, 0], first, checkpoints, is_warming_up=self.mailbox.is_warming_up
+            )
         return replace(
             common,
             state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
@@ -196,7 +206,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         """
         num_tokens, num_tokens_cpu = step.query_start_loc.diff(), step.query_start_loc_cpu.diff()
         is_long = num_tokens_cpu > self._max_query_tokens
-        if self._state_counts is not None:
+        if self._replay_counts is not None:
             return step.replace(is_prefilling=is_long)
         num_computed = step.seq_lens[: step.num_reqs] - num_tokens
         columns = (num_computed[:, None] + self._next_columns) % self._num_slots

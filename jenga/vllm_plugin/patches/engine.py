@@ -110,6 +110,22 @@ def _update_request_as_session(original: Function) -> Function:
     return update
 
 
+def _schedule(original: Function) -> Function:
+    @functools.wraps(original)
+    def schedule(self: Any, throttle_prefills: bool = False) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.orders.step_orders import attach_orders
+        from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+        step, manager = original(self, throttle_prefills), self.kv_cache_manager
+        if isinstance(manager, JengaKVCacheManager):
+            orders = manager.take_orders()
+            if orders is not None:
+                attach_orders(step, orders)
+        return step
+
+    return schedule
+
+
 def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
     """Tell the manager that a request waits, if the queue is first come, first served.
 
@@ -289,6 +305,16 @@ WHEN_SELECTED = (
             series=(series,),
         )
         for series, further in (("0.32", ()), ("0.33", ("num_hash_lookahead_tokens",)))
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.schedule",
+        reason=(
+            "a step's orders to workers are known at its end; vLLM sends only copies of blocks, "
+            "unless there is a KV connector"
+        ),
+        parameters=("self", "throttle_prefills"),
+        make=_schedule,
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",

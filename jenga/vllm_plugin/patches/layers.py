@@ -23,7 +23,7 @@ def _served_by(path: str) -> Callable[[Function], Function]:
     """
 
     def make(original: Function) -> Function:
-        from jenga.vllm_plugin.layers.mamba import metadata_of
+        from jenga.vllm_plugin.layers.recurrent import metadata_of
 
         serve = resolve_name(path)
         _, *names = inspect.signature(original).parameters
@@ -79,7 +79,7 @@ def _cpu_gdn_attention_core(original: Function) -> Function:
         from vllm.utils.torch_utils import _resolve_layer_name
 
         from jenga.vllm_plugin.layers.gated_delta import forward_gated_delta
-        from jenga.vllm_plugin.layers.mamba import metadata_of
+        from jenga.vllm_plugin.layers.recurrent import metadata_of
 
         name = _resolve_layer_name(layer_name)
         metadata = metadata_of(name)
@@ -107,7 +107,7 @@ def _kimi_forward(original: Function) -> Function:
         core_attn_out: Any,  # noqa: ANN401
     ) -> None:
         from jenga.vllm_plugin.layers.gated_delta import forward_kimi_delta
-        from jenga.vllm_plugin.layers.mamba import metadata_of
+        from jenga.vllm_plugin.layers.recurrent import metadata_of
 
         metadata = metadata_of(self.prefix)
         if metadata is None:

@@ -16,12 +16,11 @@ def _warmup_kernels(original: Function) -> Function:
             original(model_runner, *steps)
             return
         from jenga.vllm_plugin.arena.layout import geometry_of
-        from jenga.vllm_plugin.layers.state_counts import warming_up
         from jenga.vllm_plugin.worker.warm_up import on_pages_apart, warm_up
 
         execute_model, *others = steps
         geometry = geometry_of(model_runner.kv_cache_config)
-        with warming_up():
+        with model_runner.jenga_mailbox.warming_up():
             original(model_runner, on_pages_apart(execute_model, geometry), *others)
             warm_up(model_runner, *steps)
 
@@ -53,7 +52,7 @@ def _initialize_from_config(original: Function) -> Function:
         from jenga.vllm_plugin.arena.starts import report_graphs
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
-        from jenga.vllm_plugin.worker.state_worker import builders_of, open_mailbox
+        from jenga.vllm_plugin.worker.step_mailbox import builders_of, open_mailbox
 
         original(self, kv_cache_config)
         if isinstance(kv_cache_config, JengaKVCacheConfig):
@@ -88,7 +87,7 @@ def _init_minimal_kv_cache_for_profiling(original: Function) -> Function:
 def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.worker.state_worker import mailbox_of
+        from jenga.vllm_plugin.worker.step_mailbox import mailbox_of
 
         inputs, mailbox = scheduler_output.scheduled_encoder_inputs, mailbox_of(self)
         if inputs and self.model_config.is_encoder_decoder and mailbox is not None:
@@ -134,7 +133,7 @@ def _prepare_inputs_embeds(original: Function) -> Function:
         input_batch: Any,  # noqa: ANN401
         req_states: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.worker.state_worker import mailbox_of
+        from jenga.vllm_plugin.worker.step_mailbox import mailbox_of
 
         mailbox = mailbox_of(self)
         if mailbox is not None:
@@ -193,13 +192,12 @@ def _create_chunked_local_attention_backend(original: Function) -> Function:
 def _takes_orders(original: Function) -> Function:
     @functools.wraps(original)
     def take_orders(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.worker.state_worker import mailbox_of
+        from jenga.vllm_plugin.orders.step_orders import attached_orders
+        from jenga.vllm_plugin.worker.step_mailbox import mailbox_of
 
-        mailbox, orders = mailbox_of(self), scheduler_output.kv_cache_block_copies
-        if mailbox is not None and orders:
-            scheduler_output.kv_cache_block_copies = None  # vLLM must not see our orders there
-            for each in orders:
-                mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, each)
+        mailbox, orders = mailbox_of(self), attached_orders(scheduler_output)
+        if mailbox is not None and orders is not None:
+            mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, orders)
         return original(self, scheduler_output)
 
     return take_orders
@@ -343,7 +341,10 @@ WORKERS = (
         Replacement(
             module=module,
             name=f"GPUModelRunner.{name}",
-            reason="copies a block id in every group; ours name a page table, or states to keep",
+            reason=(
+                "a step's orders arrive here, before its metadata is built; vLLM copies only a "
+                "block id in every group"
+            ),
             parameters=("self", "scheduler_output"),
             make=_takes_orders,
         )

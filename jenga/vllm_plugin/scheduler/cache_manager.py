@@ -18,14 +18,16 @@ from vllm.v1.request import RequestStatus
 from jenga.errors import NotLoadedError, OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
+from jenga.state_keeper import StateKeeper
 from jenga.tables.request import PrefixHit
 from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, first_layers, geometry_of
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.metrics.memory_log import MemoryLog, open_memory_log
 from jenga.vllm_plugin.metrics.readings import MetricReader
+from jenga.vllm_plugin.orders.step_orders import StepOrders
 from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
 from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
-from jenga.vllm_plugin.scheduler.state_orders import StateKeeper, StepOrders, take_orders
+from jenga.vllm_plugin.scheduler.make_orders import make_orders
 from jenga.vllm_plugin.settings.environment import read_settings
 
 if TYPE_CHECKING:
@@ -167,13 +169,13 @@ class JengaKVCacheManager:
                 lookahead_tokens=num_hash_lookahead_tokens,
             )
         self._has_states = any(table.is_state for table in self.manager.geometry.page_tables)
+        self._first_layers = first_layers(kv_cache_config)
         self._states: StateKeeper | None = None
         if enable_caching and self._has_states:
             self._states = StateKeeper(
                 self.manager,
                 hash_tokens=hash_tokens,
-                events=self._events,
-                first_layers=first_layers(kv_cache_config),
+                on_keep=self._events.note if self._events is not None else None,
                 history_query_tokens=kv_cache_config.history_query_tokens,
             )
         self._encoders = EncoderHits(self.manager.geometry)
@@ -483,21 +485,33 @@ class JengaKVCacheManager:
         """Get pages to clear before use: none, since kernels read only slots that were written."""
         return []
 
-    def take_kv_cache_block_copies(self) -> tuple[list[StepOrders], list[KVCacheBlock]]:
-        """Get the orders to the workers for a step. It is called once the step is fully scheduled.
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """Get copies of blocks: none, because a step's orders have the copies of its pages.
 
         Returns:
-            A list with the orders, or an empty one, and no blocks to free later: the manager does
-            the accounting.
+            No copies, and no blocks to free later: the manager does the accounting.
         """
-        orders = take_orders(self.manager, self._states, num_tokens=self._step_tokens)
+        return [], []
+
+    def take_orders(self) -> StepOrders | None:
+        """Get the orders to the workers for a step. Call this once the step is fully scheduled.
+
+        Returns:
+            The orders, or None if the workers have nothing to do for them.
+        """
+        orders = make_orders(
+            self.manager,
+            self._states,
+            num_tokens=self._step_tokens,
+            first_layers=self._first_layers,
+        )
         if self._events is not None and self._put_off is not None:
             self._events.note(self._put_off)
         # A worker waits for copies made ahead when it gets its next orders. So the step after them
         # needs orders even if these are empty.
         is_idle = orders == StepOrders() and not self._was_ahead
         self._was_ahead = bool(orders.ahead)
-        return ([] if is_idle else [orders]), []
+        return None if is_idle else orders
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Get states to pass to a KV connector: none, since connectors are refused at start-up."""

@@ -88,7 +88,7 @@ def _declared(fields: Mapping[str, Any], options: ReadOptions) -> DeclaredLayers
 
     from jenga.vllm_plugin.layers.served_layers import check_layers
     from jenga.vllm_plugin.specs.layer_types import model_spec
-    from jenga.vllm_plugin.specs.state_history import with_histories
+    from jenga.vllm_plugin.specs.replay_layout import with_histories
 
     _attend_as_in_workers()
     config = weightless_model(fields, options)

@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 
 from jenga.tables.request import CopyPath
-from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound, runs_of_copies
+from jenga.vllm_plugin.orders.copy_rounds import CopyRound, runs_of_copies
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 
 logger = init_logger(f"vllm.{__name__}")

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from jenga.geometry import Geometry
 from jenga.vllm_plugin.arena.layout import first_layers, geometry_of
-from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound
-from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+from jenga.vllm_plugin.orders.copy_rounds import CopyRound
+from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders, attach_orders
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -76,7 +76,7 @@ def warm_up(
     def execute_with_orders(step: "SchedulerOutput") -> object:
         orders = orders_of(step, geometry, num_large_pages, layers) if keeps_states else None
         if orders is not None:
-            step.kv_cache_block_copies = [orders]  # pyright: ignore[reportAttributeAccessIssue]
+            attach_orders(step, orders)
         return execute_model(step)
 
     most_tokens = min(model_runner.max_num_tokens, model_runner.max_model_len)
@@ -112,7 +112,7 @@ def orders_of(
     if not prompts or not tables:
         return None
     copies: list[CopyRound] = []
-    writes: dict[str, tuple[StateWrite, ...]] = {}
+    checkpoints: dict[str, tuple[CheckpointWrite, ...]] = {}
     for index, table in tables:
         last_page = num_large_pages * table.small_pages_per_large_page - 1
         copies.append(
@@ -123,8 +123,8 @@ def orders_of(
             )
         )
         running_page = prompts[0].block_ids[index][0]
-        write = StateWrite(
+        write = CheckpointWrite(
             running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=last_page
         )
-        writes |= dict.fromkeys(layers[index], (write,))
-    return StepOrders(copies=tuple(copies), writes=writes)
+        checkpoints |= dict.fromkeys(layers[index], (write,))
+    return StepOrders(copies=tuple(copies), checkpoints=checkpoints)

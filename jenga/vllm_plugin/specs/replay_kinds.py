@@ -1,7 +1,7 @@
 """Histories that each kind of recurrent layers stores beside states that are seldom written.
 
 A kind defines the parts that follow the states in a page, and how the kernels take them. Everything
-else is the same for every kind: see `state_history` and `state_counts`.
+else is the same for every kind: see `replay_layout` and `replay_counts`.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,8 +18,8 @@ from vllm.logger import init_logger
 
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, HISTORY_VARIABLE
 from jenga.vllm_plugin.settings.refusals import Refusal
-from jenga.vllm_plugin.specs.history_kinds import HISTORY_KINDS, HistoryKind, Part
 from jenga.vllm_plugin.specs.layer_types import served_states
+from jenga.vllm_plugin.specs.replay_kinds import HISTORY_KINDS, HistoryKind, Part
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -1,7 +1,6 @@
 """Copies of pages, ordered by the scheduler's process and made by the workers.
 
-They are sent in `SchedulerOutput.kv_cache_block_copies`, which every kind of executor passes to its
-workers before the step.
+Copies that do not depend on each other are grouped into rounds, which workers make in parallel.
 """
 
 from collections.abc import Iterable, Sequence

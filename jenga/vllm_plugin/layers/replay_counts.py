@@ -1,19 +1,17 @@
 """Number of tokens in the states of each page, for layers whose steps seldom write states.
 
-See `state_history`. Before a prompt that starts from such a page is scanned, the states in the page
+See `replay_layout`. Before a prompt that starts from such a page is scanned, the states in the page
 are brought up to date.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jenga.vllm_plugin.specs.history_kinds import HISTORY_KINDS, NUM_STATES
+from jenga.vllm_plugin.specs.replay_kinds import HISTORY_KINDS, NUM_STATES
 from jenga_kernels.checks.histories import next_states
 from jenga_kernels.checks.states import Checkpoints
 
@@ -21,19 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import MambaSpec
-
-
-_is_warming_up: ContextVar[bool] = ContextVar("is_warming_up", default=False)
-
-
-@contextmanager
-def warming_up() -> Generator[None]:
-    """Run vLLM's own warm-up steps. Their pages overlap, so counts are not read from pages."""
-    token = _is_warming_up.set(True)
-    try:
-        yield
-    finally:
-        _is_warming_up.reset(token)
 
 
 def parts_behind(states: torch.Tensor, spec: "MambaSpec") -> list[torch.Tensor]:
@@ -84,7 +69,7 @@ class Replay:
     is_current: bool = False
 
 
-class StateCounts:
+class ReplayCounts:
     """Numbers of tokens in the states in each page of a page table.
 
     They are stored in the pages. Counts of decoding requests are passed on in tensors that keep
@@ -129,6 +114,8 @@ class StateCounts:
         slots: torch.Tensor,
         num_requests: int,
         query_starts: torch.Tensor | None,
+        *,
+        is_warming_up: bool,
     ) -> Replay:
         """Compute and store the counts of decoding requests after a step.
 
@@ -137,10 +124,11 @@ class StateCounts:
             slots: Their state slots, i32[num_requests or more]. Further slots are padding.
             num_requests: Number of decoding requests.
             query_starts: As in `Replay`.
+            is_warming_up: Whether pages overlap, so that counts are not read from them.
         """
         self._find_histories()
         counts, pages = self._counts, slots[:num_requests].long()
-        computed, stored = self._before(step, pages, 0)
+        computed, stored = self._before(step, pages, 0, is_warming_up=is_warming_up)
         after = next_states(
             computed,
             stored,
@@ -165,6 +153,8 @@ class StateCounts:
         slots: torch.Tensor,
         first: int,
         checkpoints: Checkpoints | None,
+        *,
+        is_warming_up: bool,
     ) -> Replay:
         """Store the counts of prompts after a step, and of states kept in their middle.
 
@@ -173,13 +163,14 @@ class StateCounts:
             slots: State slots of the prompts, i32[num_requests].
             first: Number of decoding requests.
             checkpoints: States to keep, or None.
+            is_warming_up: Whether pages overlap, so that counts are not read from them.
 
         Returns:
             Counts to bring the states that prompts start from up to date.
         """
         self._find_histories()
         counts, pages = self._counts, slots.long()
-        computed, stored = self._before(step, pages, first)
+        computed, stored = self._before(step, pages, first, is_warming_up=is_warming_up)
         end = first + len(pages)
         counts[pages] = step.seq_lens[first:end]
         if checkpoints is not None:
@@ -217,7 +208,12 @@ class StateCounts:
         self._place = place
 
     def _before(
-        self, step: "CommonAttentionMetadata", pages: torch.Tensor, first: int
+        self,
+        step: "CommonAttentionMetadata",
+        pages: torch.Tensor,
+        first: int,
+        *,
+        is_warming_up: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Get the numbers of tokens of requests, and of their states, before a step.
 
@@ -225,8 +221,9 @@ class StateCounts:
             step: The step.
             pages: State pages of the requests.
             first: Row of the first of them in the step.
+            is_warming_up: Whether counts are not read from pages.
         """
         rows = slice(first, first + len(pages))
         computed = step.seq_lens[rows] - step.query_start_loc.diff()[rows]
-        stored = computed if _is_warming_up.get() else self._counts[pages]
+        stored = computed if is_warming_up else self._counts[pages]
         return computed, torch.where(computed > 0, stored, 0)
