@@ -29,6 +29,21 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**COMMON, num_hidden_layers=3, head_dim=HEAD_DIM))
 
 
+def character_llama():
+    """Get a Llama in character.ai's design: layers read neighbours, and layers of other blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **COMMON | {"num_key_value_heads": 1},
+        num_hidden_layers=8,
+        head_dim=HEAD_DIM,
+        layer_types=[*["sliding_attention"] * 3, "full_attention"] * 2,
+        sliding_window=40,
+        kv_sharing={"1": 0, "4": 2, "6": 5, "7": 3},
+    )
+    return LlamaForCausalLM(config)
+
+
 def gemma2():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -390,6 +405,7 @@ def deepseek_v3():
 MAKERS = {
     "llama": llama,
     "llama_fp8_cache": llama,
+    "character_llama": character_llama,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_256": gemma3_256,
