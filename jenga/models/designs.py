@@ -21,7 +21,7 @@ _SHARED_KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.SLIDING}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedLayers:
-    """What each layer does in a model whose layers share keys and values.
+    """The windows and the shared keys and values of a model's layers.
 
     Attributes:
         window_tokens: For each layer, tokens of its window; None means full attention.

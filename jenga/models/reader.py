@@ -204,7 +204,7 @@ def _known(config: Config, choices: Container[str]) -> str | None:
 
     If none of `choices` fits, return the configuration's own `model_type`; None if it has none.
     """
-    own = MODEL_TYPE_OF_OWN_CLASS.get(config.usual_architecture() or "")
+    own = MODEL_TYPE_OF_OWN_CLASS.get(config.usual_architecture() or "", "")
     if own in choices:
         return own
     named = config.text("model_type", default="")

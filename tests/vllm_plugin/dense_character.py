@@ -55,32 +55,33 @@ class DenseCharacter:
         heads = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[:, 0])
         return self.project(heads.flatten(1), f"{prefix}.o_proj")
 
-    def logits(self, tokens):
-        """Get the logits of the token after the last."""
+    def logits(self, tokens, num_last):
+        """Get the logits behind each of the last tokens, [num_last, vocabulary]."""
         hidden, stored = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)], {}
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
-            hidden = hidden + self.attend(
-                self.norm(hidden, f"{name}.input_layernorm"), layer, stored
-            )
+            inner = self.norm(hidden, f"{name}.input_layernorm")
+            hidden = hidden + self.attend(inner, layer, stored)
             inner = self.norm(hidden, f"{name}.post_attention_layernorm")
             gate = silu(self.project(inner, f"{name}.mlp.gate_proj"))
             inner = gate * self.project(inner, f"{name}.mlp.up_proj")
             hidden = hidden + self.project(inner, f"{name}.mlp.down_proj")
-        return linear(self.norm(hidden[-1], "norm"), self.weights["lm_head.weight"])
+        return linear(self.norm(hidden[-num_last:], "norm"), self.weights["lm_head.weight"])
 
-    def generate(self, prompt, max_tokens):
-        """Choose the likeliest token again and again, as `engine_process.py` reports it."""
-        tokens, logprobs = list(prompt), []
-        for _ in range(max_tokens):
-            top = self.logits(tokens).log_softmax(-1).topk(5)
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            logprobs.append({str(token): value for token, value in pairs})
-            tokens.append(int(top.indices[0]))
-        return {"prompt": list(prompt), "tokens": tokens[len(prompt) :], "logprobs": logprobs}
+    def answer(self, prompt, answer):
+        """Choose the likeliest token behind a prompt and behind each token of an answer but one.
+
+        Up to the first token that differs, these are the tokens that this model would generate.
+        """
+        logits = self.logits([*prompt, *answer[:-1]], len(answer))
+        top = logits.log_softmax(-1).topk(5)
+        rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        logprobs = [dict(zip(map(str, tokens), values, strict=True)) for tokens, values in rows]
+        return {"prompt": prompt, "tokens": top.indices[:, 0].tolist(), "logprobs": logprobs}
 
 
-def dense_answers(path, prompts, max_tokens):
-    """Get the answers of the dense model of a directory."""
-    model = DenseCharacter(path)
-    return {"outputs": [model.generate(prompt, max_tokens) for prompt in prompts]}
+def dense_answers(path, result):
+    """Get the answers of the dense model of a directory to the prompts of an engine's result."""
+    assert "error" not in result, result["error"][-4000:]
+    model, outputs = DenseCharacter(path), result["outputs"]
+    return {"outputs": [model.answer(each["prompt"], each["tokens"]) for each in outputs]}

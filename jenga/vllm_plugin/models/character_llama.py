@@ -1,18 +1,19 @@
 """Llama in character.ai's design: windows in most layers, and layers that share keys and values.
 
-The configuration is Llama's, with three more fields: `layer_types` and `sliding_window` as in other
-models with windows, and `kv_sharing`, an object from the number of a layer to the number of the
+The configuration is Llama's, with three more fields. `layer_types` and `sliding_window` are as in
+other models with windows. `kv_sharing` is an object from the number of a layer to the number of the
 layer whose keys and values it reads. Such a layer has projections of queries and outputs only. The
 weights have Llama's names.
 
 Source: "Optimizing AI inference at Character.AI", 2024; neither code nor weights are published.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -29,14 +30,55 @@ from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 from jenga.models.config import Config
 from jenga.models.designs import SharedLayers, shared_layers
 
+_OF_KEYS_AND_VALUES = re.compile(
+    r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|(?:attn\.)?(?:k|v|kv)_scale$)"
+)
+"""Names of what a checkpoint may have for the keys and values of a layer."""
 
-def layers_of(config: LlamaConfig) -> SharedLayers:
+_CACHE_SCALES = ("k_scale", "v_scale", "output_scale")
+"""Ends of the names of scales for a float8 cache, in the formats that vLLM reads."""
+
+_NO_LAYER = -1
+
+
+def layers_of(config: PreTrainedConfig) -> SharedLayers:
     """Read what each layer of a configuration does.
 
     Raises:
         ValueError: A field is missing or wrong; the message names it.
     """
     return shared_layers(Config(config.to_dict(), source="config.json"))
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], sources: Mapping[int, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a checkpoint's layers, once each is known to have a use.
+
+    Args:
+        weights: Names, which begin with "layers." for the weights of a layer, and tensors.
+        sources: As in `SharedLayers`.
+
+    Raises:
+        ValueError: A layer that reads another's keys and values has weights for its own. Or a layer
+            that others read has scales for a float8 cache, which the others would not know.
+    """
+    for name, weight in weights:
+        found = _OF_KEYS_AND_VALUES.match(name)
+        index = int(found[1]) if found else _NO_LAYER
+        if index in sources:
+            msg = (
+                f"the checkpoint must have no keys and values for layer {index}, which reads those "
+                f"of layer {sources[index]} (kv_sharing), got {name}"
+            )
+            raise ValueError(msg)
+        if index in sources.values() and name.endswith(_CACHE_SCALES):
+            msg = (
+                f"the checkpoint must have no scales for the keys and values of layer {index}, "
+                f"which other layers read (kv_sharing), got {name}"
+            )
+            raise ValueError(msg)
+        yield name, weight
 
 
 class CharacterLlamaAttention(nn.Module):
@@ -94,7 +136,7 @@ class CharacterLlamaAttention(nn.Module):
         self.rotary_emb = get_rope(
             head_dim,
             max_position=max_position_embeddings,
-            rope_parameters=config.rope_parameters,
+            rope_parameters=getattr(config, "rope_parameters", None),
         )
         parent = prefix.removesuffix(f"{index}.self_attn")
         self.attn = Attention(
@@ -175,33 +217,16 @@ class CharacterLlamaModel(LlamaModel):
         """Load the weights of this rank, by Llama's names.
 
         Raises:
-            ValueError: A layer that reads another's keys and values has weights for its own.
+            ValueError: See `checked_weights`.
         """
-        return super().load_weights(self._checked(weights))
-
-    def _checked(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        unwanted = {
-            f"layers.{reader}.self_attn.{name}_proj": (reader, source)
-            for reader, source in self.sources.items()
-            for name in ("k", "v")
-        }
-        for name, weight in weights:
-            if (found := unwanted.get(name.rpartition(".")[0])) is not None:
-                reader, source = found
-                msg = (
-                    f"the checkpoint must have no keys and values for layer {reader}, which reads "
-                    f"those of layer {source} (kv_sharing), got {name}"
-                )
-                raise ValueError(msg)
-            yield name, weight
+        return super().load_weights(checked_weights(weights, self.sources))
 
 
 class CharacterLlamaForCausalLM(LlamaForCausalLM):
     """The model with its head, as vLLM loads it."""
 
-    supports_lora = False  # adapters were never tried on layers without keys
+    # Adapters were never tried on layers without keys.
+    supports_lora = False  # pyright: ignore[reportAssignmentType]
 
     def _init_model(
         self,

@@ -10,7 +10,7 @@ from jenga.vllm_plugin.settings.refusals import Refusal
 
 
 class HymbaForCausalLM(LlamaForCausalLM):
-    """What vLLM finds for the architecture. It is a Llama only when vLLM inspects it."""
+    """The class that vLLM finds for the architecture. vLLM inspects it as a Llama."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Refuse the model, with any backend.
