@@ -24,6 +24,10 @@ def model(tiny_model):
     return tiny_model("character_llama")
 
 
+def hits_of(result):
+    return [output["cached_tokens"] for output in result["outputs"]]
+
+
 def test_engine_generates_what_a_dense_model_generates_and_finds_its_prefixes(model, run_engine):
     ours = run_engine(
         model,
@@ -38,8 +42,7 @@ def test_engine_generates_what_a_dense_model_generates_and_finds_its_prefixes(mo
 
     assert_same_generation(ours, dense_answers(model, ours))
     assert ours["request_tokens"] == {}
-    hits = [output["cached_tokens"] for output in ours["outputs"]]
-    assert hits == [0] * 4 + [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert hits_of(ours) == [0] * 4 + [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
 
 
 def test_layers_that_read_the_keys_and_values_of_others_take_no_bytes(model, run_engine):
@@ -161,7 +164,7 @@ def test_kernels_generate_what_a_dense_model_generates(runner, model, run_engine
 
     assert_same_generation(ours, dense_answers(model, ours))
     assert ("Using V2 Model Runner" in ours["log"]) == (runner == "1")
-    check_hits(ours)
+    assert hits_of(ours) == [0, 0, 32, 64]
 
 
 @pytest.mark.slow
@@ -179,7 +182,8 @@ def test_the_second_runner_in_an_arena_that_evicts_and_preempts(model, run_engin
     )
 
     assert_same_generation(ours, dense_answers(model, ours))
-    assert check_hits(ours) > 0
+    counts = [count for table in ours["cache"]["evictions"] for count in table.values()]
+    assert sum(count for count in counts if isinstance(count, int)) > 0
     assert ours["preemptions"] > 0
 
 
