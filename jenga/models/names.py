@@ -9,6 +9,13 @@ MODEL_TYPES_AS_PUBLISHED = {
 }
 """`model_type` of a published configuration -> `model_type` of its reader."""
 
+MODEL_TYPE_OF_OWN_CLASS = {"CharacterLlamaForCausalLM": "character_llama"}
+"""Class of the plugin that runs a model -> `model_type` of its reader.
+
+The class decides first, because such a configuration has the `model_type` of the model that it
+extends.
+"""
+
 MODEL_TYPE_OF_CLASS = {
     "AXK1ForCausalLM": "axk1",
     "BailingMoeForCausalLM": "bailing_moe",

@@ -8,7 +8,11 @@ from jenga.models.attention import Reader
 from jenga.models.config import Config, load_config
 from jenga.models.defaults import CLASS_DEFAULTS
 from jenga.models.layers import HISTORY, image_embedding
-from jenga.models.names import MODEL_TYPE_OF_CLASS, MODEL_TYPES_AS_PUBLISHED
+from jenga.models.names import (
+    MODEL_TYPE_OF_CLASS,
+    MODEL_TYPE_OF_OWN_CLASS,
+    MODEL_TYPES_AS_PUBLISHED,
+)
 from jenga.models.options import ReadOptions
 from jenga.models.vision import VISION_MODELS
 from jenga.spec import LayerType, ModelSpec
@@ -25,6 +29,7 @@ TEXT_READERS: dict[str, Reader] = {
     "bamba": recurrent.read_bamba,
     "bloom": published.read_bloom,
     "character_ai": designs.read_character_ai,
+    "character_llama": designs.read_character_llama,
     "chatglm": published.read_chatglm,
     "cohere": attention.read_full,
     "cohere2": attention.read_cohere2,
@@ -199,6 +204,9 @@ def _known(config: Config, choices: Container[str]) -> str | None:
 
     If none of `choices` fits, return the configuration's own `model_type`; None if it has none.
     """
+    own = MODEL_TYPE_OF_OWN_CLASS.get(config.usual_architecture() or "", "")
+    if own in choices:
+        return own
     named = config.text("model_type", default="")
     model_type = MODEL_TYPES_AS_PUBLISHED.get(named, named)
     if model_type in choices:

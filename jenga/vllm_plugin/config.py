@@ -21,7 +21,7 @@ from jenga.vllm_plugin.settings.environment import (
 )
 from jenga.vllm_plugin.settings.options import options_without_effect
 from jenga.vllm_plugin.settings.refusals import Refusal, check_refusals
-from jenga.vllm_plugin.settings.refused_models import SPARSE_MODEL_TYPES
+from jenga.vllm_plugin.settings.refused_models import HYMBA, SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.settings.switch import backend_member
 from jenga.vllm_plugin.specs.replay_layout import take_replay
@@ -129,6 +129,7 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.HISPARSE: attention.hisparse_config is not None,
         Refusal.SPARSE_LATENTS: model is not None and uses_sparse_latents(model),
         Refusal.DIFFUSION: model is not None and model.is_diffusion,
+        Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA,
         Refusal.QUERY_QUANTIZATION: (
             model is not None and model.use_mla and attention.use_prefill_query_quantization
         ),

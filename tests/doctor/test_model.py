@@ -45,11 +45,21 @@ def test_a_model_too_large_for_one_gpu_is_planned_on_as_many_as_hold_it(server):
         ({"canvas_length": 32}, "generation by diffusion"),
         ({"index_topk": 2048}, "sparse multi-head latent attention"),
         (
+            {
+                "model_type": "hymba",
+                "sliding_window": 64,
+                "global_attn_idx": [0],
+                "mamba_d_state": 16,
+                "mamba_d_conv": 4,
+            },
+            "two pieces are missing",
+        ),
+        (
             {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}},
             "nvfp4",
         ),
     ],
-    ids=["unknown", "odd_field", "diffusion", "sparse", "nvfp4"],
+    ids=["unknown", "odd_field", "diffusion", "sparse", "hymba", "nvfp4"],
 )
 def test_a_model_that_is_refused_is_so_by_name(server, tmp_path, fields, words):
     folder = llama_folder(tmp_path / "odd", **fields, architectures=["NobodyForCausalLM"])

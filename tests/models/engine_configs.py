@@ -225,6 +225,16 @@ PUBLISHED = {
         "n_layer": 3,
         "num_attention_heads": 8,
     },
+    "character_llama": _LLAMA
+    | {
+        "architectures": ["CharacterLlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 1,
+        "layer_types": _LAYERS_OF_FOUR * 2,
+        "sliding_window": 512,
+        "kv_sharing": {"1": 0, "4": 2, "6": 5, "7": 3},
+    },
     "chatglm": {
         "architectures": ["ChatGLMModel"],
         "model_type": "chatglm",
@@ -293,6 +303,24 @@ PUBLISHED = {
         "n_layer": 12,
         "n_positions": 1024,
         "vocab_size": 1024,
+    },
+    "hymba": _TEXT
+    | {
+        "architectures": ["HymbaForCausalLM"],
+        "model_type": "hymba",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "sliding_window": 1024,
+        "global_attn_idx": [0, 3],
+        "kv_reuse_group": [[1, 2]],
+        "num_memory_tokens": 128,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
     },
     "internlm2": _LLAMA
     | {
@@ -505,6 +533,7 @@ NOT_BUILT = {
     "ernie4_5_vl_moe": "has no attribute 'embed_dim'",
     "exaone": "has no attribute 'num_hidden_layers'",
     "glm_moe_dsa": "JENGA_TRITON does not support: sparse multi-head latent attention",
+    "hymba": "JENGA_TRITON does not support: Hymba .*two pieces are missing",
     "kimi_linear": "torch.cuda.Stream|No module named 'cutlass'",
     "minimax": "does not dispatch through the Transformers attention interface",
     "mllama": "image processor",
@@ -515,7 +544,7 @@ NOT_BUILT = {
 EXAONE 3 and Nemotron-NAS need the configuration class that comes with the model, Kimi Linear a GPU.
 """
 
-NO_CLASS = {"character_ai", "hymba", "mimo_v2", "minimax_text_01", "pyramid_kv"}
+NO_CLASS = {"character_ai", "mimo_v2", "minimax_text_01", "pyramid_kv"}
 """Designs that no class of vLLM is for, and a second name of one that stands above."""
 
 IN_SECTIONS = {

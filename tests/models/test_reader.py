@@ -107,8 +107,10 @@ SAVED_VISION_MODELS = (
 
 
 def test_every_reader_is_exercised_by_a_known_model():
-    # In test_saved_configs.py, as transformers makes them, and in test_engine_layers.py.
+    # In test_saved_configs.py, as transformers makes them, in test_engine_layers.py and in
+    # test_shared_layers.py.
     used = {"cohere2", "dbrx", "exaone4", "longcat_flash", "mamba2", "olmo3", *SAVED_VISION_MODELS}
+    used.add("character_llama")
     used |= {config["model_type"] for config in PUBLISHED.values()}
     for name in NAMES:
         config = facts(name)["config"]

@@ -94,6 +94,12 @@ CONFIGURED = {
         }
     },
     "DIFFUSION": {"options": {"model": "{gemma2 canvas_length=32}"}},
+    # Its own configuration needs the code that comes with it.
+    "HYMBA": {
+        "options": {
+            "hf_overrides": {"architectures": ["HymbaForCausalLM"], "model_type": "hymba"},
+        }
+    },
     "ENCODER_ALONE": {"options": {"model": "{whisper}", "mm_encoder_only": True}},
     "INVARIANT_STATES": {
         "options": {"model": "{granite_hybrid}"},

@@ -66,7 +66,26 @@ def name_as_published(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def share_keys_and_values(path):
+    """Name our class, and drop the keys and values of layers that read those of another."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((path / "config.json").read_text())
+    config["architectures"] = ["CharacterLlamaForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    dropped = {
+        f"model.layers.{reader}.self_attn.{name}_proj.weight"
+        for reader in config["kv_sharing"]
+        for name in ("k", "v")
+    }
+    tensors = load_file(path / "model.safetensors")
+    assert dropped <= tensors.keys()
+    kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
 FINISHERS = {
+    "character_llama": share_keys_and_values,
     "llama_fp8_cache": save_scales,
     "mimo_v2": name_as_published,
     "whisper": save_processor,

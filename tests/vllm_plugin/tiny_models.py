@@ -29,6 +29,21 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**COMMON, num_hidden_layers=3, head_dim=HEAD_DIM))
 
 
+def character_llama():
+    """Get a Llama in character.ai's design: layers read neighbours, and layers of other blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **COMMON | {"num_key_value_heads": 1},
+        num_hidden_layers=8,
+        head_dim=HEAD_DIM,
+        layer_types=[*["sliding_attention"] * 3, "full_attention"] * 2,
+        sliding_window=40,
+        kv_sharing={"1": 0, "4": 2, "6": 5, "7": 3},
+    )
+    return LlamaForCausalLM(config)
+
+
 def gemma2():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -98,6 +113,20 @@ def gemma4_experts():
         top_k_experts=2,
         moe_intermediate_size=64,
     )
+
+
+def ministral():
+    """Get a Ministral, which vLLM runs by the class of Mistral: full layers before windows."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        head_dim=HEAD_DIM,
+        sliding_window=40,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+    )
+    return MistralForCausalLM(config)
 
 
 def gpt_oss():
@@ -390,12 +419,14 @@ def deepseek_v3():
 MAKERS = {
     "llama": llama,
     "llama_fp8_cache": llama,
+    "character_llama": character_llama,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_256": gemma3_256,
     "gemma4": gemma4,
     "gemma4_experts": gemma4_experts,
     "gpt_oss": gpt_oss,
+    "ministral": ministral,
     "mimo_v2": mimo_v2,
     "llama4": llama4,
     "bloom": bloom,

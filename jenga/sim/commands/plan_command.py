@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jenga.models import ModelFacts, ReadOptions
+from jenga.models.unserved import missing_pieces
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION, memory_budget
 from jenga.sim.hardware.gpus import GPUS, find_gpu, parse_bytes
 from jenga.sim.planning.engine_layers import (
@@ -219,6 +220,11 @@ def _plan(options: argparse.Namespace) -> Plan:
         f"images are not counted."
         for facts in models
         if facts.reader is declared_model
+    ]
+    notes += [
+        f"{facts.name} is planned, but no engine serves it: {pieces}."
+        for facts in models
+        if (pieces := missing_pieces(facts.config))
     ]
     return replace(plan, notes=tuple(notes))
 

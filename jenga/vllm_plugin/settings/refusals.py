@@ -7,6 +7,7 @@ refusals in docs/features.md has the same texts, and a test compares the two.
 from dataclasses import dataclass
 from enum import Enum
 
+from jenga.models.unserved import MISSING_PIECES
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 
 
@@ -209,6 +210,11 @@ class Refusal(Enum):
         feature="--enable-mamba-cache-stochastic-rounding",
         reason="the kernels round states to nearest",
         instead="--mamba-ssm-cache-dtype bfloat16 or float32",
+    )
+    HYMBA = Words(
+        feature="Hymba",
+        reason=MISSING_PIECES["hymba"],
+        instead="a model of vLLM's with attention and Mamba in every layer, such as Falcon-H1",
     )
     STATE_ALIGNMENT = Words(
         feature="a recurrent layer whose first state does not end at a multiple of 16 bytes",

@@ -11,9 +11,12 @@ from jenga.vllm_plugin.settings.refusals import Refusal
 SPARSE_MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
 """Types of models whose latent attention reads only chosen tokens, whatever their fields say."""
 
+HYMBA = "hymba"
+"""Type of the model for which `jenga.models.unserved` names the missing pieces."""
+
 
 def refused_features(fields: Mapping[str, object]) -> list[str]:
-    """Name each feature of a model that the plugin cannot serve.
+    """Get each feature of a model that the plugin cannot serve, with the reason.
 
     Args:
         fields: Fields of the language model's `config.json`.
@@ -24,5 +27,6 @@ def refused_features(fields: Mapping[str, object]) -> list[str]:
     checks = {
         Refusal.SPARSE_LATENTS: is_sparse,
         Refusal.DIFFUSION: fields.get("canvas_length") is not None,
+        Refusal.HYMBA: fields.get("model_type") == HYMBA,
     }
-    return [refusal.value.feature for refusal, is_used in checks.items() if is_used]
+    return [refusal.text() for refusal, is_used in checks.items() if is_used]
