@@ -1,0 +1,1 @@
+"""Models that vLLM has no class for, or no longer has one."""
