@@ -10,9 +10,11 @@ early enough.
 
 def register() -> None:
     """Make JENGA_TRITON selectable in this process. vLLM calls it; more than one call is safe."""
+    from jenga.vllm_plugin.models.registered import register_models
     from jenga.vllm_plugin.settings.switch import register_backend
 
     register_backend()
+    register_models()
 
 
 def name_backend() -> None:

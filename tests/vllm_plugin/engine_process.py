@@ -40,11 +40,12 @@ def audio_of_seed(seed):
 
 
 def image_of_seed(seed):
-    """Make an image of noise, 40 by 40 pixels."""
+    """Make an image of noise, 40 by 40 pixels; other sizes are given with the seed."""
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    seed, width, height = seed if isinstance(seed, list) else (seed, 40, 40)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 

@@ -41,6 +41,7 @@ from jenga.vllm_plugin.models.mllama_processor import (
     most_image_tokens,
 )
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+from jenga.vllm_plugin.specs.image_features import IMAGE_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -280,20 +281,28 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
         """
         if "pixel_values" not in kwargs:
             return []
-        fields = (kwargs[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"))
+        names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", IMAGE_TOKENS)
+        fields = (kwargs[name] for name in names)
         return [self._encode(*image) for image in zip(*fields, strict=True)]
 
     def _encode(
-        self, pixels: torch.Tensor, ratio_id: torch.Tensor, mask: torch.Tensor
+        self, pixels: torch.Tensor, ratio_id: torch.Tensor, mask: torch.Tensor, num_tokens: Any
     ) -> torch.Tensor:
-        """Encode one image: [max_tiles, 3, height, width], its aspect ratio, and its tiles."""
+        """Encode one image.
+
+        Args:
+            pixels: Tiles, [max_tiles, channels, height, width].
+            ratio_id: Number of its aspect ratio.
+            mask: Which tiles it has, [max_tiles]. They are the first.
+            num_tokens: Number of tokens of these tiles.
+        """
         output = self.vision_model(
             pixel_values=pixels[None, None],
             aspect_ratio_ids=ratio_id.reshape(1, 1),
             aspect_ratio_mask=mask[None, None],
         )
-        tiles = output.last_hidden_state[0, 0, : int(mask.sum())]
-        return self.multi_modal_projector(tiles).flatten(0, 1)
+        states = output.last_hidden_state[0, 0].flatten(0, 1)
+        return self.multi_modal_projector(states[: int(num_tokens)])
 
     def store_images(
         self, states: torch.Tensor, slots: torch.Tensor, layer_names: Sequence[str]

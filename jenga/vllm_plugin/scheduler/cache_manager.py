@@ -25,8 +25,10 @@ from jenga.vllm_plugin.metrics.memory_log import MemoryLog, open_memory_log
 from jenga.vllm_plugin.metrics.readings import MetricReader
 from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
 from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
+from jenga.vllm_plugin.scheduler.image_hits import ImageHits
 from jenga.vllm_plugin.scheduler.state_orders import StateKeeper, StepOrders, take_orders
 from jenga.vllm_plugin.settings.environment import read_settings
+from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -176,7 +178,10 @@ class JengaKVCacheManager:
                 first_layers=first_layers(kv_cache_config),
                 history_query_tokens=kv_cache_config.history_query_tokens,
             )
-        self._encoders = EncoderHits(self.manager.geometry)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.attends_to_images = any(isinstance(spec, ImageAttentionSpec) for spec in specs)
+        make_hits = ImageHits if self.attends_to_images else EncoderHits
+        self._encoders = make_hits(self.manager.geometry)
         self.coordinator = _Coordinator(
             kv_cache_config, state_tokens=hash_tokens if enable_caching else None
         )
@@ -229,6 +234,21 @@ class JengaKVCacheManager:
     def finds_encoder_output(self, request: "Request") -> bool:
         """Whether the last lookup was for this request and found all of its encoder outputs."""
         return self.prefix_cache_lookup_enabled(request) and self._encoders.are_found(request)
+
+    def found_images(self, request: "Request") -> frozenset[int]:
+        """Get the numbers of a request's images that the last lookup found for it."""
+        if not isinstance(self._encoders, ImageHits):
+            return frozenset()
+        if not self.prefix_cache_lookup_enabled(request):
+            return frozenset()
+        return self._encoders.found(request)
+
+    def can_ever_fit(self, request: "Request") -> bool:
+        """Whether the arena can hold a request with all of its images, and nothing else."""
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return self.manager.capacity.can_ever_fit(
+            most_tokens, chunk_tokens=most_tokens, facts=self._facts(request)
+        )
 
     def announce(self, request: "Request", *, first: bool) -> None:
         """Record that a request waits in the queue.

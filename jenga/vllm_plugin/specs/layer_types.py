@@ -157,6 +157,8 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         SlidingWindowSpec,
     )
 
+    from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec
+
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
@@ -174,7 +176,7 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
-    if type(spec) is CrossAttentionSpec:
+    if type(spec) in (CrossAttentionSpec, ImageAttentionSpec):
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("cross",), Layer(name=name, slot_bytes=slot_bytes)
