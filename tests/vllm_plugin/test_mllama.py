@@ -32,17 +32,14 @@ def prompt(*parts, seed):
 def compare(tiny_vision_model, run_engine):
     """Run ours against transformers; get our result. Both generate the same."""
 
-    def run(asked, *, options=(), again=False, max_tokens=8, **job):
+    def run(asked, *, options=(), max_tokens=8, **job):
         prompts, seeds = [list(each) for each in zip(*asked, strict=True)]
         model = tiny_vision_model("mllama")
-        job |= {"reads_images": True, "max_tokens": max_tokens}
-        theirs = run_engine(model, prompts, script="mllama_reference.py", image_seeds=seeds, **job)
-        times = 2 if again else 1
+        job |= {"reads_images": True, "max_tokens": max_tokens, "image_seeds": seeds}
+        theirs = run_engine(model, prompts, script="mllama_reference.py", **job)
         ours = run_engine(
             model,
-            prompts * times,
-            image_seeds=seeds * times,
-            rounds=times,
+            prompts,
             options=OPTIONS | dict(options),
             by_references=True,
             fill_arena=True,
@@ -50,7 +47,7 @@ def compare(tiny_vision_model, run_engine):
             **job,
         )
         assert "error" not in theirs, theirs["error"][-4000:]
-        assert_same_generation(ours, {"outputs": theirs["outputs"] * times})
+        assert_same_generation(ours, theirs)
         assert ours["request_tokens"] == {}
         return ours
 
@@ -68,3 +65,50 @@ def test_text_attends_to_the_image_before_it(compare):
     )
 
     assert sum(ours["encoded"]) == 3
+
+
+CACHING = {"enable_prefix_caching": True}
+
+
+def test_an_image_is_found_again_behind_other_text(compare):
+    first, second = [0, *SMALL], [1, *LARGE]
+    group = (40, None, None, 30)
+    asked = [
+        (prompt(9, None, 20, seed=0), [first]),
+        (prompt(*group, seed=1), [first, second]),
+        (prompt(30, seed=2), []),
+        # In the second round: the image behind other text, the text behind other images, a group
+        # whose images were seen apart, and an image that a later step of its prompt encodes.
+        (prompt(50, None, 12, seed=3), [second]),
+        (prompt(*group, seed=1), [first, [2, *WIDE]]),
+        (prompt(*group, seed=1), [first, second]),
+        (prompt(8, None, 100, None, 5, seed=4), [second, [3, *SMALL]]),
+    ]
+    asked.insert(3, (prompt(20, seed=5), []))
+
+    ours = compare(asked, options=CACHING, rounds=2)
+
+    # The two images of the first round, and two new ones.
+    assert sum(ours["encoded"]) == 4
+    assert [output["cached_tokens"] for output in ours["outputs"]][4:] == [0, 32, 64, 0]
+
+
+@pytest.mark.slow
+def test_requests_with_images_are_preempted_and_images_evicted(compare):
+    images = [[seed, *size] for seed, size in enumerate((SMALL, LARGE, WIDE, LARGE, SMALL, LARGE))]
+    asked = [
+        (prompt(20 + 7 * number, None, 30, None, 11, seed=number), [images[number % 6], images[-1]])
+        for number in range(7)
+    ]
+    asked += [(prompt(60, seed=20), [])]
+
+    ours = compare(
+        asked + asked[::-1],
+        options=CACHING | {"kv_cache_memory_bytes": 1 << 20},
+        max_tokens=40,
+        rounds=2,
+    )
+
+    assert ours["preemptions"] > 0
+    evicted = {each["name"]: each for each in ours["cache"]["evictions"]}
+    assert evicted, ours["cache"]
