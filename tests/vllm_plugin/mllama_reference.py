@@ -37,29 +37,36 @@ class Reference:
         attended, *others = output
         return (attended * self.reads, *others)
 
-    def logits(self, tokens, images):
+    @torch.no_grad()
+    def encode(self, images):
+        """Get the states that text attends to, and the number of tiles of each image."""
+        read = dict(self.processor.image_processor([images], return_tensors="pt"))
+        num_tiles = read.pop("num_tiles")
+        inner = self.model.model
+        states = inner.multi_modal_projector(inner.vision_model(**read).last_hidden_state)
+        return states.flatten(0, 2), num_tiles
+
+    @torch.no_grad()
+    def logits(self, tokens, states=None, num_tiles=()):
         """Get the logits of the token after the last one."""
         given = {"input_ids": torch.tensor([tokens])}
-        if images:
-            read = self.processor.image_processor(images, return_tensors="pt")
-            num_tiles = read.pop("num_tiles")
+        if states is not None:
             mask = convert_sparse_cross_attention_mask_to_dense(
                 [get_cross_attention_token_mask(tokens, self.image_token)],
                 num_tiles=num_tiles,
                 max_num_tiles=self.model.config.vision_config.max_num_tiles,
                 length=len(tokens),
             )
-            given |= dict(read) | {"cross_attention_mask": torch.tensor(mask)}
+            given |= {"cross_attention_states": states, "cross_attention_mask": torch.tensor(mask)}
             self.reads = torch.tensor(mask).flatten(2).any(2)[:, :, None]
-        with torch.no_grad():
-            return self.model(**given, use_cache=False).logits[0, -1]
+        return self.model(**given, use_cache=False).logits[0, -1]
 
     def generate(self, prompt, seeds, max_tokens):
         """Choose the likeliest token again and again, each time from the whole sequence."""
-        images = [[image_of_seed(seed) for seed in seeds]] if seeds else []
+        encoded = self.encode([image_of_seed(seed) for seed in seeds]) if seeds else ()
         tokens, logprobs = list(prompt), []
         for _ in range(max_tokens):
-            top = self.logits(tokens, images).log_softmax(-1).topk(5)
+            top = self.logits(tokens, *encoded).log_softmax(-1).topk(5)
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
             logprobs.append({str(token): value for token, value in pairs})
             tokens.append(int(top.indices[0]))

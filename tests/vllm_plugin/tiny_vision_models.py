@@ -182,17 +182,15 @@ def _mllama():
         "vision_output_dim": 3 * 64,
         "max_num_tiles": 4,
         "initializer_range": 0.15,
-        "supported_aspect_ratios": [
-            [1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]
-        ],
+        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
     }
-    kept = {name: value for name, value in _TEXT.items() if not name.endswith(("head_dim", "types"))}
+    kept = {
+        name: value for name, value in _TEXT.items() if not name.endswith(("head_dim", "types"))
+    }
     text = kept | {"hidden_size": 4 * HEAD_DIM, "num_hidden_layers": 5}
     text |= {"cross_attention_layers": [1, 3]}
     text.pop("sliding_window")
-    config = MllamaConfig(
-        vision_config=vision, text_config=text, image_token_index=MLLAMA_IMAGE
-    )
+    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=MLLAMA_IMAGE)
     model = MllamaForConditionalGeneration(config)
     for name, weight in model.named_parameters():
         if "gate" in name and "proj" not in name:
@@ -217,7 +215,11 @@ def _finish_mllama(path):
 
 
 _MAKERS = {"gemma3_vision": _gemma3, "gemma4_vision": _gemma4, "mllama": _mllama}
-_FINISHERS = {"gemma3_vision": _finish_gemma3, "gemma4_vision": _finish_gemma4, "mllama": _finish_mllama}
+_FINISHERS = {
+    "gemma3_vision": _finish_gemma3,
+    "gemma4_vision": _finish_gemma4,
+    "mllama": _finish_mllama,
+}
 PLACEHOLDERS = {"gemma3_vision": "<start_of_image>", "gemma4_vision": "<image>"}
 """What stands for an image in a prompt."""
 

@@ -162,8 +162,8 @@ class JengaImageMetadataBuilder(JengaTritonMetadataBuilder):
     @classmethod
     def get_cudagraph_support(
         cls,
-        vllm_config: "VllmConfig",  # noqa: ARG003
-        kv_cache_spec: "KVCacheSpec",  # noqa: ARG003
+        vllm_config: "VllmConfig",
+        kv_cache_spec: "KVCacheSpec",
     ) -> AttentionCGSupport:
         """Get the batches that a CUDA graph may hold: none."""
         return AttentionCGSupport.NEVER
@@ -190,17 +190,15 @@ class JengaImageMetadataBuilder(JengaTritonMetadataBuilder):
 
     def build(  # pyright: ignore[reportIncompatibleMethodOverride] (other metadata)
         self,
-        common_prefix_len: int,  # noqa: ARG002
+        common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,  # noqa: ARG002
+        fast_build: bool = False,
     ) -> JengaImageMetadata:
         """Build a step's metadata and its work lists."""
         common = common_attn_metadata
         segments = self._segments(common)
         counts = torch.tensor([0, *(segment.num_rows for segment in segments)], dtype=torch.int32)
-        query_starts = async_tensor_h2d(
-            counts.cumsum(0, dtype=torch.int32), device=self.device
-        )
+        query_starts = async_tensor_h2d(counts.cumsum(0, dtype=torch.int32), device=self.device)
         num_passes = max((len(segment.images) for segment in segments), default=0)
         reads = torch.zeros(common.num_actual_tokens, dtype=torch.bool)
         if num_passes:
@@ -278,13 +276,13 @@ class JengaImageImpl(JengaTritonImpl):
         self,
         layer: Any,  # noqa: ANN401
         query: torch.Tensor,
-        key: torch.Tensor | None,  # noqa: ARG002
-        value: torch.Tensor | None,  # noqa: ARG002
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: JengaImageMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,  # noqa: ARG002
-        output_block_scale: torch.Tensor | None = None,  # noqa: ARG002
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run attention and write `output`, [num_tokens, num_heads, value_dim], in place.
 

@@ -8,7 +8,7 @@ Source: Llama 3 (arXiv 2407.21783), section 7; the checkpoints' names of weights
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -99,11 +99,15 @@ class MllamaCrossAttention(nn.Module):
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
 
+    def _normed(self, norm: RMSNorm, projected: torch.Tensor) -> torch.Tensor:
+        """Normalise each head in plain PyTorch: vLLM's kernel rounds so as to change tokens."""
+        normed = norm.forward_native(self._heads(projected))
+        return cast("torch.Tensor", normed)
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Attend to the images of the step's metadata. Rows without images get 0."""
         q, _ = self.q_proj(hidden_states)
-        # In plain PyTorch. vLLM's kernel rounds differently enough to change tokens.
-        q = self.q_norm.forward_native(self._heads(q)).flatten(-2)
+        q = self._normed(self.q_norm, q).flatten(-2)
         output, _ = self.o_proj(self.attn(q, None, None))
         return output
 
@@ -116,7 +120,7 @@ class MllamaCrossAttention(nn.Module):
         """
         k, _ = self.k_proj(states)
         v, _ = self.v_proj(states)
-        self.attn.store(self.k_norm.forward_native(self._heads(k)), self._heads(v), slots)
+        self.attn.store(self._normed(self.k_norm, k), self._heads(v), slots)
 
 
 class MllamaCrossLayer(nn.Module):
@@ -245,7 +249,7 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
     }
 
     @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:  # noqa: ARG003
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         """Get the text that stands for an image in a prompt."""
         if modality.startswith("image"):
             return "<|image|>"
@@ -286,7 +290,11 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
         return [self._encode(*image) for image in zip(*fields, strict=True)]
 
     def _encode(
-        self, pixels: torch.Tensor, ratio_id: torch.Tensor, mask: torch.Tensor, num_tokens: Any
+        self,
+        pixels: torch.Tensor,
+        ratio_id: torch.Tensor,
+        mask: torch.Tensor,
+        num_tokens: torch.Tensor,
     ) -> torch.Tensor:
         """Encode one image.
 
@@ -294,7 +302,7 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
             pixels: Tiles, [max_tiles, channels, height, width].
             ratio_id: Number of its aspect ratio.
             mask: Which tiles it has, [max_tiles]. They are the first.
-            num_tokens: Number of tokens of these tiles.
+            num_tokens: Number of tokens of these tiles, on the host.
         """
         output = self.vision_model(
             pixel_values=pixels[None, None],
@@ -323,9 +331,9 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
     def embed_input_ids(
         self,
         input_ids: torch.Tensor,
-        multimodal_embeddings: Any = None,  # noqa: ANN401, ARG002
+        multimodal_embeddings: Any = None,  # noqa: ANN401
         *,
-        is_multimodal: torch.Tensor | None = None,  # noqa: ARG002
+        is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Get embeddings of tokens. Images are not among them."""
         return self.language_model.embed_input_ids(input_ids)
@@ -334,7 +342,7 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: "IntermediateTensors | None" = None,  # noqa: ARG002
+        intermediate_tensors: "IntermediateTensors | None" = None,
         inputs_embeds: torch.Tensor | None = None,
         **_kwargs: Any,  # noqa: ANN401
     ) -> torch.Tensor:

@@ -61,8 +61,8 @@ class MllamaProcessingInfo(BaseProcessingInfo):
 
     def get_mm_max_tokens_per_item(
         self,
-        seq_len: int,  # noqa: ARG002
-        mm_counts: Mapping[str, int],  # noqa: ARG002
+        seq_len: int,
+        mm_counts: Mapping[str, int],
     ) -> Mapping[str, int]:
         """Get the tokens of the largest image. vLLM profiles the encoder with such images."""
         return {"image": most_image_tokens(self.get_hf_config().vision_config)}
@@ -73,16 +73,17 @@ class MllamaDummyInputsBuilder(BaseDummyInputsBuilder[MllamaProcessingInfo]):
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         """Get a text with a placeholder for each image."""
-        return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
+        processor: Any = self.info.get_hf_processor()
+        return processor.image_token * mm_counts.get("image", 0)
 
     def get_dummy_mm_data(
         self,
-        seq_len: int,  # noqa: ARG002
+        seq_len: int,
         mm_counts: Mapping[str, int],
         mm_options: "MultiModalDummyOptions",
     ) -> "MultiModalDataDict":
         """Get images that fill the most tiles."""
-        vision = self.info.get_hf_config().vision_config
+        vision: Any = self.info.get_hf_config().vision_config
         rows, columns = max(vision.supported_aspect_ratios, key=lambda ratio: ratio[0] * ratio[1])
         return {
             "image": self._get_dummy_images(
@@ -99,8 +100,8 @@ class MllamaMultiModalProcessor(BaseMultiModalProcessor[MllamaProcessingInfo]):
 
     def _postprocess_hf_mm_data(
         self,
-        mm_inputs: Mapping[str, object],  # noqa: ARG002
-        hf_processor_mm_kwargs: Mapping[str, object],  # noqa: ARG002
+        mm_inputs: Mapping[str, object],
+        hf_processor_mm_kwargs: Mapping[str, object],
         processed_data: BatchFeature,
     ) -> BatchFeature:
         """Remove the dimension of the batch, and count the tokens of each image."""
@@ -115,8 +116,8 @@ class MllamaMultiModalProcessor(BaseMultiModalProcessor[MllamaProcessingInfo]):
 
     def _get_mm_fields_config(
         self,
-        hf_inputs: BatchFeature,  # noqa: ARG002
-        hf_processor_mm_kwargs: Mapping[str, object],  # noqa: ARG002
+        hf_inputs: BatchFeature,
+        hf_processor_mm_kwargs: Mapping[str, object],
     ) -> Mapping[str, MultiModalFieldConfig]:
         """Say how fields divide among images: each image has one row."""
         return {
@@ -128,9 +129,9 @@ class MllamaMultiModalProcessor(BaseMultiModalProcessor[MllamaProcessingInfo]):
 
     def _get_prompt_updates(
         self,
-        mm_items: "MultiModalDataItems",  # noqa: ARG002
-        hf_processor_mm_kwargs: Mapping[str, object],  # noqa: ARG002
-        out_mm_kwargs: "MultiModalKwargsItems",  # noqa: ARG002
+        mm_items: "MultiModalDataItems",
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: "MultiModalKwargsItems",
     ) -> Sequence[PromptUpdate]:
         """Leave the token of an image as it is. Its embedding is that of the token."""
         token = self.info.get_hf_config().image_token_index

@@ -1,4 +1,4 @@
-"""Images that layers of cross attention read: hits of them, and the steps in which they are encoded.
+"""Images that layers of cross attention read: their hits, and the steps that encode them.
 
 An image has pages of its own, which are found again by its content behind any text. It takes them
 in the step that computes its token of the prompt, and every later token of its group reads them.
@@ -154,8 +154,9 @@ def images_to_encode(
         found: Numbers of its images that were found. They are of an admission only.
         num_computed_tokens: Number of tokens before the step, with those of a hit.
         num_new_tokens: Number of tokens that the step may compute.
-        budget_tokens: Number of image tokens that the step may still encode. Images before the step's
-            tokens do not count: all must be encoded at once, and could be more than any budget.
+        budget_tokens: Number of image tokens that the step may still encode. Images before the
+            step's tokens do not count: all must be encoded at once, and could be more than any
+            budget.
         is_admitted: Whether the step admits the request.
 
     Returns:
@@ -188,6 +189,6 @@ class NoEncoderCache(EncoderCacheManager):
     def allocate(self, request: "Request", input_id: int) -> None:
         """Keep nothing."""
 
-    def check_and_update_cache(self, request: Any, input_id: int) -> bool:  # noqa: ANN401, ARG002
+    def check_and_update_cache(self, request: Any, input_id: int) -> bool:  # noqa: ANN401
         """Return False: nothing is cached here."""
         return False

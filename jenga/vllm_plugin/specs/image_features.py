@@ -59,11 +59,15 @@ class ImageAttentionSpec(CrossAttentionSpec):
     most_image_tokens: int = 1
     most_images: int = 1
 
-    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:  # noqa: ARG002
+    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
         """Get the bytes of the largest image. An engine starts only if its arena holds one."""
         return cdiv(self.most_image_tokens, self.block_size) * self.page_size_bytes
 
-    def max_num_blocks_per_req(self, vllm_config: "VllmConfig", max_len: int) -> int:
-        """Get the width of a page table. It is also indexed by the tokens of a request."""
+    def max_num_blocks_per_req(
+        self,
+        vllm_config: "VllmConfig",
+        max_len: int,
+    ) -> int:
+        """Get the width of a page table. vLLM also indexes it by the tokens of a request."""
         pages = self.most_images * cdiv(self.most_image_tokens, self.block_size)
-        return max(pages, super().max_num_blocks_per_req(vllm_config, max_len))
+        return max(pages, cdiv(max_len, self.block_size))

@@ -176,7 +176,7 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
-    if type(spec) in (CrossAttentionSpec, ImageAttentionSpec):
+    if type(spec) is CrossAttentionSpec or type(spec) is ImageAttentionSpec:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("cross",), Layer(name=name, slot_bytes=slot_bytes)
