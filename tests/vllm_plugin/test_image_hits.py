@@ -136,6 +136,40 @@ def test_workers_are_sent_images_whose_text_is_hit():
     assert [each.data is None for each in sent] == [False, True]
 
 
+def test_a_request_that_the_arena_can_never_hold_ends_with_an_error():
+    from vllm.v1.request import RequestStatus
+
+    from jenga.vllm_plugin.patches.engine import _schedule_images
+
+    fits = {"a": False, "b": True}
+    manager = SimpleNamespace(
+        can_ever_fit=lambda asked: fits[asked.request_id], found_images=lambda _: frozenset()
+    )
+    scheduler = SimpleNamespace(kv_cache_manager=manager, encoder_cache_mismatch_reqs=set())
+    asked = [request(image_feature("one", 5, 17), name=name) for name in fits]
+    for each in asked:
+        each.status = RequestStatus.WAITING
+
+    answers = [_schedule_images(scheduler, each, 0, 50, 100) for each in asked]
+
+    assert answers == [([], 0, 100, [], []), ([0], 50, 83, [], [])]
+    assert scheduler.encoder_cache_mismatch_reqs == {"a"}
+
+
+def test_a_session_with_images_starts_again_at_its_next_turn(monkeypatch):
+    from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+    freed = []
+    manager = object.__new__(JengaKVCacheManager)
+    manager.attends_to_images, manager._has_states = True, False
+    manager.manager = SimpleNamespace(is_running=lambda _: True)
+    monkeypatch.setattr(JengaKVCacheManager, "free", lambda _, session: freed.append(session))
+    with_image, of_text = request(image_feature("one", 5, 17)), request()
+
+    assert [manager.give_up_spoilt(each) for each in (with_image, of_text)] == [True, False]
+    assert freed == [with_image]
+
+
 # Rows of a step
 
 

@@ -1,8 +1,16 @@
 """Llama 3.2 Vision in the real engine: text attends to images in pages of their own."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from jenga.models.config import Config
+from jenga.models.exchange import layer_type_from, options_fields
+from jenga.models.options import ReadOptions
+from jenga.models.reader import read_config
+from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation, engine_environment
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.tiny_vision_models import MLLAMA_IMAGE
 
@@ -60,7 +68,7 @@ def compare(tiny_vision_model, run_engine):
     return run
 
 
-def test_text_attends_to_the_image_before_it(compare):
+def test_text_attends_to_the_images_before_it(compare):
     ours = compare(
         [
             (prompt(None, 20, seed=0), [[0, *SMALL]]),
@@ -112,7 +120,7 @@ def test_requests_are_preempted_and_images_evicted_in_a_small_arena(compare):
     # Of 15 large pages but the null page, a request of the longest takes 7 to 9 at its end.
     ours = compare(
         asked + asked[::-1],
-        options=CACHING | {"kv_cache_memory_bytes": 15 * LARGE_PAGE_BYTES},
+        options=CACHING | {"kv_cache_memory_bytes": 15 * LARGE_PAGE_BYTES + 5000},
         max_tokens=40,
         rounds=2,
     )
@@ -120,3 +128,30 @@ def test_requests_are_preempted_and_images_evicted_in_a_small_arena(compare):
     assert ours["preemptions"] > 0
     assert sum(ours["encoded"]) > len(images)
     assert ours["arena_bytes"] == [15 * LARGE_PAGE_BYTES]
+
+
+def test_plan_and_engine_count_the_same_layers(tmp_path):
+    from transformers import MllamaConfig
+
+    options = ReadOptions(tensor_parallel=2)
+    MllamaConfig(architectures=["MllamaForConditionalGeneration"]).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "read_options.json").write_text(json.dumps(options_fields(options)))
+
+    asked = subprocess.run(
+        [sys.executable, "-m", "jenga.vllm_plugin.without_engine.declared_layers", tmp_path],
+        env=engine_environment(reads_images=True, **{V2_RUNNER: "0"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert asked.returncode == 0, asked.stderr[-4000:]
+    answer = json.loads((tmp_path / "declared_layers.json").read_text())
+    assert "error" not in answer, answer["error"]
+    planned = read_config(Config(fields, source="config.json"), name="mllama", options=options)
+    counted = [
+        {type(each): [(layer.name, layer.slot_bytes) for layer in each.layers] for each in types}
+        for types in (map(layer_type_from, answer["layer_types"]), planned.layer_types)
+    ]
+    assert counted[0] == counted[1]

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
+from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.attention import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.layers.attention_builder import JengaTritonMetadataBuilder
 from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec, image_tokens
@@ -434,9 +435,10 @@ def image_builders(model_runner: Any) -> list[tuple[int, JengaImageMetadataBuild
     Returns:
         The index of the page table, and its builder.
     """
+    tables: Sequence[Any] = model_runner.attn_groups
     return [
         (index, builder)
-        for index, groups in enumerate(getattr(model_runner, "attn_groups", ()))
+        for index, groups in enumerate(tables)
         for group in groups
         for builder in group.metadata_builders
         if isinstance(builder, JengaImageMetadataBuilder)
@@ -461,8 +463,13 @@ def store_encoded(model_runner: Any, inputs: dict[str, list[int]], outputs: list
         model_runner: vLLM's first model runner.
         inputs: Request -> numbers of its images that the step encoded.
         outputs: Output of the encoder for each of them, [num_tokens, hidden_size], in order.
+
+    Raises:
+        InvariantError: The outputs are of other images, or of other numbers of tokens.
     """
     batch = model_runner.input_batch
+    states = torch.cat(outputs)
+    num_images = sum(map(len, inputs.values()))
     for index, builder in image_builders(model_runner):
         page_tokens = builder.page_tokens
         table = batch.block_table[index].get_numpy_array()
@@ -475,6 +482,12 @@ def store_encoded(model_runner: Any, inputs: dict[str, list[int]], outputs: list
                 positions = torch.arange(image.num_tokens)
                 pages = row[image.first_page + positions // page_tokens]
                 slots.append(pages * page_tokens + positions % page_tokens)
+        num_slots = sum(map(len, slots))
+        if len(outputs) != num_images or len(states) != num_slots:
+            msg = (
+                f"{num_images} images of {num_slots} tokens were to be encoded, got {len(outputs)} "
+                f"of {len(states)}"
+            )
+            raise InvariantError(msg)
         on_device = async_tensor_h2d(torch.cat(slots), device=model_runner.device)
-        states = torch.cat(outputs)
         model_runner.model.store_images(states, on_device, builder.layer_names)

@@ -409,15 +409,19 @@ class JengaKVCacheManager:
             self.metrics.held_back.end(request.request_id)
 
     def give_up_spoilt(self, session: "Request") -> bool:
-        """Free the pages of a session at its next turn if its states are ahead of its text.
+        """Free the pages of a session at its next turn if they cannot be continued.
 
         A step scheduled ahead may have processed a token that the next turn replaces. Slots of
-        tokens are written again, but a state cannot go back.
+        tokens are written again, but a state cannot go back. A turn may also have images that
+        layers of cross attention read, and the images of a request are known from its admission on.
 
         Returns:
             Whether the pages were freed. If so, the session must be admitted again from the queue.
         """
         request_id = session.request_id
+        if self.attends_to_images and session.mm_features and self.manager.is_running(request_id):
+            self.free(session)
+            return True
         if not self._has_states or not self.manager.is_running(request_id):
             return False
         if self.manager.request_tokens()[request_id] <= session.num_computed_tokens:
