@@ -390,11 +390,12 @@ def main():
     )
     prompts = prompts_of(job)
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
-    encoded = count_encoded(llm) if {"audio_seeds", "image_seeds"} & job.keys() else []
+    # The scheduler and runner of an engine in a process of its own are out of reach.
+    is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
+    has_encoder = bool({"audio_seeds", "image_seeds"} & job.keys())
+    encoded = count_encoded(llm) if has_encoder and is_near else []
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
-    # The scheduler of an engine in a process of its own is out of reach.
-    is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
     drafts = count_drafts(llm) if speculates and is_near else {}
     if (speculates or is_pipeline) and preemptions is not None:
         check_each_step(llm)

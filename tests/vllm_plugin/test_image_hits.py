@@ -242,3 +242,21 @@ def test_page_tables_are_wide_enough_for_the_most_images_and_the_longest_text():
     assert spec.max_num_blocks_per_req(None, 4096) == 3 * 401
     assert spec.max_num_blocks_per_req(None, 131_072) == 8192
     assert spec.max_memory_usage_bytes(None) == 401 * spec.page_size_bytes
+
+
+def test_a_model_with_images_needs_the_first_model_runner():
+    from jenga.vllm_plugin.patches.engine import _get_v2_model_runner_unsupported_features
+    from jenga.vllm_plugin.settings.switch import backend_member
+
+    names = _get_v2_model_runner_unsupported_features(lambda _: ["something"])
+
+    def config(architecture, backend):
+        return SimpleNamespace(
+            model_config=SimpleNamespace(architecture=architecture),
+            attention_config=SimpleNamespace(backend=backend),
+        )
+
+    mllama = "MllamaForConditionalGeneration"
+    assert names(config(mllama, backend_member())) == ["something", "cross attention to images"]
+    assert names(config("LlamaForCausalLM", backend_member())) == ["something"]
+    assert names(config(mllama, None)) == ["something"]

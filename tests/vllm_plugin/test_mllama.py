@@ -46,7 +46,7 @@ def prompt(*parts, seed):
 def compare(tiny_vision_model, run_engine):
     """Run ours against transformers; get our result. Both generate the same."""
 
-    def run(asked, *, options=(), max_tokens=8, **job):
+    def run(asked, *, options=(), max_tokens=8, by_references=True, forget=(), **job):
         prompts, seeds = [list(each) for each in zip(*asked, strict=True)]
         model = tiny_vision_model("mllama")
         job |= {"reads_images": True, "max_tokens": max_tokens, "image_seeds": seeds}
@@ -55,7 +55,8 @@ def compare(tiny_vision_model, run_engine):
             model,
             prompts,
             options=OPTIONS | dict(options),
-            by_references=True,
+            by_references=by_references,
+            forget=list(forget),
             fill_arena=True,
             report_manager=True,
             **job,
@@ -68,15 +69,17 @@ def compare(tiny_vision_model, run_engine):
     return run
 
 
+MIXED = [
+    (prompt(None, 20, seed=0), [[0, *SMALL]]),
+    (prompt(7, None, 30, seed=1), [[1, *LARGE]]),
+    (prompt(25, seed=2), []),
+    (prompt(5, None, seed=3), [[2, *WIDE]]),
+]
+"""Prompts that begin with an image, have text around one, have none, and end with one."""
+
+
 def test_text_attends_to_the_images_before_it(compare):
-    ours = compare(
-        [
-            (prompt(None, 20, seed=0), [[0, *SMALL]]),
-            (prompt(7, None, 30, seed=1), [[1, *LARGE]]),
-            (prompt(25, seed=2), []),
-            (prompt(5, None, seed=3), [[2, *WIDE]]),
-        ]
-    )
+    ours = compare(MIXED)
 
     assert sum(ours["encoded"]) == 3
 
@@ -105,6 +108,47 @@ def test_an_image_is_found_again_behind_other_text(compare):
     # The two images of the first round, and two new ones.
     assert sum(ours["encoded"]) == 4
     assert [output["cached_tokens"] for output in ours["outputs"]][4:] == [0, 32, 64, 0]
+
+
+@pytest.mark.slow
+def test_an_image_that_was_evicted_is_encoded_again_behind_text_that_was_not(compare):
+    images = [[0, *SMALL], [1, *LARGE]]
+    asked = [
+        (prompt(40, None, None, 30, seed=1), images),
+        (prompt(20, None, 40, seed=2), images[:1]),
+    ]
+
+    ours = compare(asked * 2, options=CACHING, rounds=2, forget=["cross"])
+
+    assert sum(ours["encoded"]) == 2 * 2
+    assert [output["cached_tokens"] for output in ours["outputs"]] == [0, 0, 64, 48]
+
+
+@pytest.mark.slow
+def test_kernels_read_images_as_the_references_do(compare):
+    group = (prompt(40, None, None, 30, seed=1), [[0, *SMALL], [1, *LARGE]])
+
+    compare([*MIXED[1:3], group], by_references=False, max_tokens=4)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers_generate_what_one_does(tiny_vision_model, run_engine):
+    prompts, seeds = [list(each) for each in zip(*MIXED, strict=True)]
+    # A worker's one head is rotated right, two are not: on a CPU, by vLLM's operation.
+    options = OPTIONS | CACHING | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    job = {"image_seeds": seeds * 2, "rounds": 2, "reads_images": True, "by_references": True}
+    model = tiny_vision_model("mllama")
+
+    one = run_engine(model, prompts * 2, options=options, **job)
+    two = run_engine(
+        model,
+        prompts * 2,
+        options=options | {"tensor_parallel_size": 2},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        **job,
+    )
+
+    assert_same_generation(two, one)
 
 
 @pytest.mark.slow

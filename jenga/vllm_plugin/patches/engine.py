@@ -229,6 +229,19 @@ def _strip_covered_mm_data(original: Function) -> Function:
     return strip
 
 
+def _get_v2_model_runner_unsupported_features(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_unsupported_features(self: Any) -> list[str]:  # noqa: ANN401
+        from jenga.vllm_plugin.config import attends_to_images, is_selected
+
+        features = original(self)
+        if is_selected(self) and attends_to_images(self):
+            features = [*features, "cross attention to images"]
+        return features
+
+    return get_unsupported_features
+
+
 def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401
     """Get the number of tokens of an image that is at the start of a step and would be cut.
 
@@ -356,6 +369,13 @@ WHEN_SELECTED = (
             series=(series,),
         )
         for series, further in (("0.32", ()), ("0.33", ("num_hash_lookahead_tokens",)))
+    ),
+    Replacement(
+        module="vllm.config.vllm",
+        name="VllmConfig._get_v2_model_runner_unsupported_features",
+        reason="lists what needs the first model runner; images in cross attention do, too",
+        parameters=("self",),
+        make=_get_v2_model_runner_unsupported_features,
     ),
     Replacement(
         module="vllm.v1.core.sched.output",

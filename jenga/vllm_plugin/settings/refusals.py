@@ -189,7 +189,7 @@ class Refusal(Enum):
             "the first model runner stores images on one pipeline rank, for steps without drafts, "
             "from pixels that the engine process sees, in elements of at least 8 bits"
         ),
-        instead="leave the option out, and set VLLM_USE_V2_MODEL_RUNNER=0",
+        instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
     )
     DIFFUSION = Words(
         feature="generation by diffusion, not token by token (canvas_length in the model's config)",
