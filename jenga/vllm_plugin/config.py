@@ -24,6 +24,7 @@ from jenga.vllm_plugin.settings.refusals import Refusal, check_refusals
 from jenga.vllm_plugin.settings.refused_models import HYMBA, SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.settings.switch import backend_member
+from jenga.vllm_plugin.specs.image_features import IMAGE_MODELS
 from jenga.vllm_plugin.specs.replay_layout import take_replay
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ vLLM's own Triton backend treats fp8_e5m2 as float8_e4m3fn, a format that an A10
 fp8_e5m2 is float8_e5m2.
 """
 
+
+_NO_ENCODER_CACHE = "jenga.vllm_plugin.scheduler.image_hits.NoEncoderCache"
+"""Class that takes the place of vLLM's encoder cache for cross attention to images."""
 
 _HOST_BYTES = "jenga_host_bytes"
 """Key in vLLM's `additional_config` that carries --kv-offloading-size to the engine, in bytes."""
@@ -130,11 +134,47 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.SPARSE_LATENTS: model is not None and uses_sparse_latents(model),
         Refusal.DIFFUSION: model is not None and model.is_diffusion,
         Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA,
+        Refusal.IMAGE_ATTENTION: ", ".join(_unserved_with_images(vllm_config)),
         Refusal.QUERY_QUANTIZATION: (
             model is not None and model.use_mla and attention.use_prefill_query_quantization
         ),
         **speculation_refusals(vllm_config),
     }
+
+
+def attends_to_images(vllm_config: "VllmConfig") -> bool:
+    """Whether layers of cross attention of the model read images."""
+    model = vllm_config.model_config
+    return model is not None and model.architecture in IMAGE_MODELS
+
+
+def _unserved_with_images(vllm_config: "VllmConfig") -> list[str]:
+    """Name the options that are not served together with cross attention to images."""
+    if not attends_to_images(vllm_config):
+        return []
+    multimodal = vllm_config.model_config.multimodal_config
+    checks = {
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "the second model runner": vllm_config.use_v2_model_runner,
+        "--kv-cache-dtype int4_per_token_head": (
+            vllm_config.cache_config.cache_dtype == "int4_per_token_head"
+        ),
+        "--mm-processor-cache-type shm": (
+            multimodal is not None and multimodal.mm_processor_cache_type == "shm"
+        ),
+    }
+    return [option for option, is_used in checks.items() if is_used]
+
+
+def run_images_eagerly(vllm_config: "VllmConfig") -> None:
+    """Turn compilation and CUDA graphs off for a model whose cross attention reads images.
+
+    It must be called before vLLM derives its options of compilation. The work of these layers
+    depends on where images are in prompts, and no graph can hold it.
+    """
+    if is_selected(vllm_config) and attends_to_images(vllm_config):
+        vllm_config.model_config.enforce_eager = True
 
 
 def warn_of_options(vllm_config: "VllmConfig") -> None:
@@ -252,6 +292,9 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
         if model.is_mm_prefix_lm:
             # A token of an image reads later tokens of that image, so one step must have them all.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
+    if attends_to_images(vllm_config):
+        # What the encoder makes goes to pages at once.
+        vllm_config.ec_manager_config.encoder_cache_manager_cls = _NO_ENCODER_CACHE
     if model is not None and (model.is_hybrid or model.is_attention_free):
         # vLLM's other modes end a step at each state to keep. Our layers keep states within a step.
         cache.mamba_cache_mode = "none"

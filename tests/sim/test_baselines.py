@@ -3,6 +3,10 @@
 import pytest
 
 from jenga.geometry import check_geometry
+from jenga.models.known import known_model
+from jenga.planning.planner import plan
+from jenga.policies import RequestFacts, policy_of
+from jenga.policies.base import Image
 from jenga.sim.arenas.baseline_geometries import (
     GEOMETRY_NAMES,
     gcd_pages,
@@ -21,6 +25,7 @@ from jenga.spec import (
     SlidingWindow,
     State,
 )
+from jenga.tables.capacity import Capacity
 
 
 def layers(count, slot_bytes):
@@ -64,6 +69,23 @@ def test_paged_attention_wastes_what_the_paper_says_on_llama_vision():
     waste = paged_attention_waste(mllama, needed_tokens=43, stored_tokens=43 + 6193)
 
     assert waste == pytest.approx(0.796, abs=5e-4)
+
+
+def test_pages_of_each_layer_type_waste_little_on_llama_vision():
+    model = known_model("llama-3.2-11b-vision").spec()
+    geometry = plan(model)
+    policies = [policy_of(table) for table in geometry.page_tables]
+    facts = RequestFacts(prompt_tokens=43, images=(Image(start_token=0, num_tokens=6193),))
+    capacity = Capacity(geometry, policies, 0)
+
+    pages = capacity.peak_pages(43, chunk_tokens=43, facts=facts)
+
+    held_bytes = capacity.large_pages(pages) * geometry.large_page_bytes
+    assert held_bytes == 209_715_200
+    waste = 1 - (43 * 32 + 6193 * 8) * 4096 / held_bytes
+    assert waste == pytest.approx(0.0055, abs=5e-5)
+    (table,) = homogeneous(model).page_tables
+    assert table.slot_bytes * (43 + 6193) == 1_021_706_240
 
 
 def test_paged_attention_wastes_what_the_paper_says_on_gemma_2():

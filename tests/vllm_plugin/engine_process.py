@@ -40,11 +40,12 @@ def audio_of_seed(seed):
 
 
 def image_of_seed(seed):
-    """Make an image of noise, 40 by 40 pixels."""
+    """Make an image of noise, 40 by 40 pixels; other sizes are given with the seed."""
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    seed, width, height = seed if isinstance(seed, list) else (seed, 40, 40)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
@@ -389,11 +390,12 @@ def main():
     )
     prompts = prompts_of(job)
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
-    encoded = count_encoded(llm) if {"audio_seeds", "image_seeds"} & job.keys() else []
+    # The scheduler and runner of an engine in a process of its own are out of reach.
+    is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
+    has_encoder = bool({"audio_seeds", "image_seeds"} & job.keys())
+    encoded = count_encoded(llm) if has_encoder and is_near else []
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
-    # The scheduler of an engine in a process of its own is out of reach.
-    is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
     drafts = count_drafts(llm) if speculates and is_near else {}
     if (speculates or is_pipeline) and preemptions is not None:
         check_each_step(llm)

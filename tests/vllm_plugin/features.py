@@ -42,6 +42,9 @@ SERVED = {
             "test_gated_delta_engine.py"
             "::test_gated_delta_hybrid_generates_what_transformers_generates_and_finds_its_prefixes"
         ),
+        "Cross attention to images (Llama 3.2 Vision)": (
+            "test_mllama.py::test_text_attends_to_the_images_before_it"
+        ),
         "Images (Gemma 3)": (
             "test_images.py"
             "::test_images_that_are_read_before_and_after_give_what_transformers_gives"
@@ -60,6 +63,9 @@ SERVED = {
         ),
         "Hits of encoder outputs": (
             "test_encoder_hits.py::test_an_encoder_runs_once_for_the_same_audio"
+        ),
+        "Hits of images behind other text (Llama 3.2 Vision)": (
+            "test_mllama.py::test_an_image_is_found_again_behind_other_text"
         ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"

@@ -13,7 +13,7 @@ import torch
 import jenga.vllm_plugin
 from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS, series_of
 from jenga.vllm_plugin.settings.refusals import Refusal
-from tests.vllm_plugin.conftest import engine_environment
+from tests.vllm_plugin.conftest import V2_RUNNER, engine_environment
 
 HERE = Path(__file__).parent
 
@@ -92,6 +92,19 @@ CONFIGURED = {
             "kv_cache_dtype": "fp8",
             "attention_config": {"use_prefill_query_quantization": True},
         }
+    },
+    "IMAGE_ATTENTION": {
+        "options": {"model": "{mllama}", "kv_cache_dtype": "int4_per_token_head"},
+        "met": "--kv-cache-dtype int4_per_token_head",
+    },
+    "IMAGE_ATTENTION-runner": {
+        "options": {"model": "{mllama}", "speculative_config": NGRAM},
+        "environment": {V2_RUNNER: "1"},
+        "met": "speculative decoding, the second model runner",
+    },
+    "IMAGE_ATTENTION-cache_of_pixels": {
+        "options": {"model": "{mllama}", "mm_processor_cache_type": "shm"},
+        "met": "--mm-processor-cache-type shm",
     },
     "DIFFUSION": {"options": {"model": "{gemma2 canvas_length=32}"}},
     # Its own configuration needs the code that comes with it.
@@ -183,9 +196,14 @@ def model_path(tiny_model, tmp_path_factory):
 
     def get(words):
         name, *changes = words.split()
-        if not changes and name != "mimo":
+        if not changes and name not in ("mimo", "mllama"):
             return str(tiny_model(name))
         path = tmp_path_factory.mktemp(name)
+        if name == "mllama":
+            from transformers import MllamaConfig
+
+            MllamaConfig(architectures=["MllamaForConditionalGeneration"]).save_pretrained(path)
+            return str(path)
         changed = {key: int(value) for key, _, value in (each.partition("=") for each in changes)}
         if name == "mimo":
             name = "llama"

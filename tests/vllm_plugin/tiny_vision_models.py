@@ -158,8 +158,68 @@ def _finish_gemma4(path):
     ).save_pretrained(path)
 
 
-_MAKERS = {"gemma3_vision": _gemma3, "gemma4_vision": _gemma4}
-_FINISHERS = {"gemma3_vision": _finish_gemma3, "gemma4_vision": _finish_gemma4}
+MLLAMA_IMAGE = VOCAB_SIZE
+"""Token of an image in Llama 3.2 Vision: the first one behind the vocabulary."""
+
+MLLAMA_TILE_TOKENS = 17
+"""Tokens of a tile of 56 by 56 pixels: a page and one slot, as the model's real tiles have."""
+
+
+def _mllama():
+    """Get a Llama 3.2 Vision with open gates: those of a new configuration hide every image."""
+    import torch
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+        "intermediate_layers_indices": [0, 2],
+        "vision_output_dim": 3 * 64,
+        "max_num_tiles": 4,
+        "initializer_range": 0.15,
+        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+    }
+    kept = {
+        name: value for name, value in _TEXT.items() if not name.endswith(("head_dim", "types"))
+    }
+    text = kept | {"hidden_size": 4 * HEAD_DIM, "num_hidden_layers": 5}
+    text |= {"cross_attention_layers": [1, 3]}
+    text.pop("sliding_window")
+    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=MLLAMA_IMAGE)
+    model = MllamaForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if "gate" in name and "proj" not in name:
+            torch.nn.init.ones_(weight)
+    return model
+
+
+def _finish_mllama(path):
+    """Save its processor. The token of an image is behind the vocabulary."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import MllamaImageProcessor, MllamaProcessor, PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(VOCAB_SIZE)} | {"<|image|>": MLLAMA_IMAGE}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens(["<|image|>"])
+    names = {"bos_token": "w1", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    images = MllamaImageProcessor(size={"height": 56, "width": 56}, max_image_tiles=4)
+    MllamaProcessor(images, fast).save_pretrained(path)
+
+
+_MAKERS = {"gemma3_vision": _gemma3, "gemma4_vision": _gemma4, "mllama": _mllama}
+_FINISHERS = {
+    "gemma3_vision": _finish_gemma3,
+    "gemma4_vision": _finish_gemma4,
+    "mllama": _finish_mllama,
+}
 PLACEHOLDERS = {"gemma3_vision": "<start_of_image>", "gemma4_vision": "<image>"}
 """What stands for an image in a prompt."""
 

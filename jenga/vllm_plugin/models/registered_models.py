@@ -6,6 +6,7 @@ This module imports neither vLLM nor a model until it registers, and then no mod
 MODELS = {
     "CharacterLlamaForCausalLM": "jenga.vllm_plugin.models.character_llama",
     "HymbaForCausalLM": "jenga.vllm_plugin.models.hymba",
+    "MllamaForConditionalGeneration": "jenga.vllm_plugin.models.mllama",
 }
 """Architecture in `config.json`, and name of the class -> module of the class."""
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Generator
 from typing import Any
 
 from jenga.vllm_plugin.patches.patch import Function, Replacement
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def _check_and_update_config(original: Function) -> Function:
@@ -26,10 +29,15 @@ def _check_and_update_config(original: Function) -> Function:
 def _try_verify_and_update_config(original: Function) -> Function:
     @functools.wraps(original)
     def try_verify_and_update_config(self: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.config import select_by_environment, warn_of_options
+        from jenga.vllm_plugin.config import (
+            run_images_eagerly,
+            select_by_environment,
+            warn_of_options,
+        )
 
         select_by_environment(self)
         warn_of_options(self)
+        run_images_eagerly(self)
         original(self)
 
     return try_verify_and_update_config
@@ -157,6 +165,10 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         manager = self.kv_cache_manager
         is_ours = isinstance(manager, JengaKVCacheManager)
         asked = (encoder_compute_budget, shift_computed_tokens)
+        if is_ours and manager.attends_to_images:
+            return _schedule_images(
+                self, request, num_computed_tokens, num_new_tokens, encoder_compute_budget
+            )
         if is_ours and manager.kv_cache_config.keeps_images_whole:
             cut_tokens = _cut_image_tokens(request, num_computed_tokens, num_new_tokens)
             if 0 < cut_tokens <= _most_step_tokens(self):
@@ -176,6 +188,74 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         return original(self, request, num_computed_tokens, num_new_tokens, *asked)
 
     return try_schedule
+
+
+def _schedule_images(
+    scheduler: Any,  # noqa: ANN401
+    request: Any,  # noqa: ANN401
+    num_computed_tokens: int,
+    num_new_tokens: int,
+    budget_tokens: int,
+) -> tuple[list[int], int, int, list[int], list[int]]:
+    """Choose the images to encode for a model whose layers of cross attention read them.
+
+    A request that the arena cannot hold with its images ends with an error, as it does in vLLM if
+    an input contradicts one of the same name.
+    """
+    from vllm.v1.request import RequestStatus
+
+    from jenga.vllm_plugin.scheduler.image_hits import images_to_encode
+
+    if not num_new_tokens or not request.mm_features:
+        return [], num_new_tokens, budget_tokens, [], []
+    manager = scheduler.kv_cache_manager
+    is_admitted = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    if is_admitted and not manager.can_ever_fit(request):
+        logger.error(
+            "Request %s is refused: the arena cannot hold its %d tokens and %d images at once",
+            request.request_id,
+            request.num_tokens,
+            len(request.mm_features),
+        )
+        scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
+        return [], 0, budget_tokens, [], []
+    found = manager.found_images(request) if is_admitted else frozenset()
+    chosen, num_new_tokens, budget_tokens = images_to_encode(
+        request,
+        found,
+        num_computed_tokens,
+        num_new_tokens,
+        budget_tokens,
+        is_admitted=is_admitted,
+    )
+    return chosen, num_new_tokens, budget_tokens, [], []
+
+
+def _strip_covered_mm_data(original: Function) -> Function:
+    @functools.wraps(original)
+    def strip(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.specs.image_features import is_read_by_cross_attention
+
+        left = original(mm_features, num_computed_tokens, uses_mrope)
+        return [
+            whole if is_read_by_cross_attention(whole) else stripped
+            for whole, stripped in zip(mm_features, left, strict=True)
+        ]
+
+    return strip
+
+
+def _get_v2_model_runner_unsupported_features(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_unsupported_features(self: Any) -> list[str]:  # noqa: ANN401
+        from jenga.vllm_plugin.config import attends_to_images, is_selected
+
+        features = original(self)
+        if is_selected(self) and attends_to_images(self):
+            features = [*features, "cross attention to images"]
+        return features
+
+    return get_unsupported_features
 
 
 def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401
@@ -305,6 +385,23 @@ WHEN_SELECTED = (
             series=(series,),
         )
         for series, further in (("0.32", ()), ("0.33", ("num_hash_lookahead_tokens",)))
+    ),
+    Replacement(
+        module="vllm.config.vllm",
+        name="VllmConfig._get_v2_model_runner_unsupported_features",
+        reason="lists what needs the first model runner; images in cross attention do, too",
+        parameters=("self",),
+        make=_get_v2_model_runner_unsupported_features,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.output",
+        name="strip_covered_mm_data",
+        reason=(
+            "drops the pixels of images whose token is hit, but layers of cross attention may have "
+            "lost the image, and every later token reads it"
+        ),
+        parameters=("mm_features", "num_computed_tokens", "uses_mrope"),
+        make=_strip_covered_mm_data,
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",

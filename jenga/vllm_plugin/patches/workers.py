@@ -50,6 +50,7 @@ def _initialize_from_config(original: Function) -> Function:
 
         from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, host_memory_bytes
         from jenga.vllm_plugin.arena.starts import report_graphs
+        from jenga.vllm_plugin.layers.image_attention import follow_batch
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
         from jenga.vllm_plugin.worker.step_mailbox import builders_of, open_mailbox
@@ -63,6 +64,7 @@ def _initialize_from_config(original: Function) -> Function:
             )
             runner = self.model_runner
             mailbox = open_mailbox(runner)
+            follow_batch(runner)
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
                 mailbox.host_memory = HostMemory(runner.device, num_bytes)
@@ -99,6 +101,20 @@ def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
         return original(self, scheduler_output)
 
     return batch
+
+
+def _execute_mm_encoder(original: Function) -> Function:
+    @functools.wraps(original)
+    def execute(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.layers.image_attention import image_builders, store_encoded
+
+        outputs = original(self, scheduler_output)
+        if outputs and image_builders(self):
+            store_encoded(self, scheduler_output.scheduled_encoder_inputs, outputs)
+            self.encoder_cache.clear()
+        return outputs
+
+    return execute
 
 
 def _determine_batch_execution_and_padding(original: Function) -> Function:
@@ -263,6 +279,16 @@ WORKERS = (
         ),
         parameters=("self", "scheduler_output"),
         make=_batch_mm_inputs_from_scheduler,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner._execute_mm_encoder",
+        reason=(
+            "keeps what it encodes as embeddings of tokens; layers of cross attention to images "
+            "store keys and values of it before they run"
+        ),
+        parameters=("self", "scheduler_output"),
+        make=_execute_mm_encoder,
     ),
     Replacement(
         module="vllm.v1.worker.gpu_model_runner",

@@ -27,8 +27,10 @@ from jenga.vllm_plugin.metrics.readings import MetricReader
 from jenga.vllm_plugin.orders.step_orders import StepOrders
 from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
 from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
+from jenga.vllm_plugin.scheduler.image_hits import ImageHits
 from jenga.vllm_plugin.scheduler.make_orders import make_orders
 from jenga.vllm_plugin.settings.environment import read_settings
+from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -178,7 +180,10 @@ class JengaKVCacheManager:
                 on_keep=self._events.note if self._events is not None else None,
                 history_query_tokens=kv_cache_config.history_query_tokens,
             )
-        self._encoders = EncoderHits(self.manager.geometry)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.attends_to_images = any(isinstance(spec, ImageAttentionSpec) for spec in specs)
+        make_hits = ImageHits if self.attends_to_images else EncoderHits
+        self._encoders = make_hits(self.manager.geometry)
         self.coordinator = _Coordinator(
             kv_cache_config, state_tokens=hash_tokens if enable_caching else None
         )
@@ -231,6 +236,21 @@ class JengaKVCacheManager:
     def finds_encoder_output(self, request: "Request") -> bool:
         """Whether the last lookup was for this request and found all of its encoder outputs."""
         return self.prefix_cache_lookup_enabled(request) and self._encoders.are_found(request)
+
+    def found_images(self, request: "Request") -> frozenset[int]:
+        """Get the numbers of a request's images that the last lookup found for it."""
+        if not isinstance(self._encoders, ImageHits):
+            return frozenset()
+        if not self.prefix_cache_lookup_enabled(request):
+            return frozenset()
+        return self._encoders.found(request)
+
+    def can_ever_fit(self, request: "Request") -> bool:
+        """Whether the arena can hold a request with all of its images, and nothing else."""
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return self.manager.capacity.can_ever_fit(
+            most_tokens, chunk_tokens=most_tokens, facts=self._facts(request)
+        )
 
     def announce(self, request: "Request", *, first: bool) -> None:
         """Record that a request waits in the queue.
@@ -391,15 +411,19 @@ class JengaKVCacheManager:
             self.metrics.held_back.end(request.request_id)
 
     def give_up_spoilt(self, session: "Request") -> bool:
-        """Free the pages of a session at its next turn if its states are ahead of its text.
+        """Free the pages of a session at its next turn if they cannot be continued.
 
         A step scheduled ahead may have processed a token that the next turn replaces. Slots of
-        tokens are written again, but a state cannot go back.
+        tokens are written again, but a state cannot go back. A turn may also have images that
+        layers of cross attention read, and the images of a request are known from its admission on.
 
         Returns:
             Whether the pages were freed. If so, the session must be admitted again from the queue.
         """
         request_id = session.request_id
+        if self.attends_to_images and session.mm_features and self.manager.is_running(request_id):
+            self.free(session)
+            return True
         if not self._has_states or not self.manager.is_running(request_id):
             return False
         if self.manager.request_tokens()[request_id] <= session.num_computed_tokens:

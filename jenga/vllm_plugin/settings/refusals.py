@@ -184,6 +184,14 @@ class Refusal(Enum):
         reason="the image tokens that a step reads are listed once per page table",
         instead="stock vLLM",
     )
+    IMAGE_ATTENTION = Words(
+        feature="an option that is not served with cross attention to images (Llama 3.2 Vision)",
+        reason=(
+            "the first model runner stores images on one pipeline rank, for steps without drafts, "
+            "from pixels that the engine process sees, in elements of at least 8 bits"
+        ),
+        instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
+    )
     DIFFUSION = Words(
         feature="generation by diffusion, not token by token (canvas_length in the model's config)",
         reason="tokens that are replaced would have to be removed from the cache completely",

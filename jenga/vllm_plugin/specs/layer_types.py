@@ -199,6 +199,8 @@ def _attention_kind(spec: "AttentionSpec") -> _Kind | None:
         SlidingWindowSpec,
     )
 
+    from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec
+
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
         return _Kind(layer_type=FullAttention, name="full")
     if type(spec) is MLAAttentionSpec:
@@ -211,7 +213,7 @@ def _attention_kind(spec: "AttentionSpec") -> _Kind | None:
         chunk_tokens = spec.attention_chunk_size
         fields = (("chunk_tokens", chunk_tokens),)
         return _Kind(layer_type=ChunkedLocal, name=f"chunked_{chunk_tokens}", fields=fields)
-    if type(spec) is CrossAttentionSpec:
+    if type(spec) is CrossAttentionSpec or type(spec) is ImageAttentionSpec:
         return _Kind(layer_type=CrossAttention, name="cross")
     return None
 
