@@ -173,7 +173,7 @@ class LayerType(ABC):
     @property
     @abstractmethod
     def keeps(self) -> str:
-        """What the type keeps of a request, in words for plans: "a window of 4,096 tokens"."""
+        """Description of what the type keeps of a request: "a window of 4,096 tokens"."""
 
     def needed_slots(self, num_tokens: int, /) -> range:
         """Return the slots, in tokens, that the last of `num_tokens` tokens reads or writes.
@@ -251,7 +251,7 @@ def layer_type_named(name: str) -> type[LayerType]:
 
 
 def check_registered(layer_type: LayerType) -> None:
-    """Refuse a layer type that nobody registered.
+    """Refuse a layer type whose class is not registered.
 
     Raises:
         ValueError: Its class is not registered, or another class of that name is.

@@ -146,13 +146,13 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What all layers of one layer type have in common.
+    """Common part of all layers of one layer type.
 
     Attributes:
         layer_type: Class of the layer type.
         name: Name of the layer type.
         fields: Values of the class's own fields.
-        apart: What further tells kinds of one name apart. They are then numbered.
+        apart: Further difference between kinds of one name. They are then numbered.
     """
 
     layer_type: type[LayerType]
