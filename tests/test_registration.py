@@ -14,7 +14,13 @@ from jenga.manager import Manager
 from jenga.models.exchange import layer_type_fields, layer_type_from
 from jenga.planning.demand import held_pages, needed_tokens
 from jenga.policies import RequestFacts
+from jenga.sim.arenas.by_name import make_arena
 from jenga.sim.batching.need import Need
+from jenga.sim.batching.step_time import StepTime, Weights
+from jenga.sim.hardware.gpus import Gpu
+from jenga.sim.replays.bounds import best_eviction
+from jenga.sim.replays.replay import Replay
+from jenga.sim.workload.generators import articles
 from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
@@ -302,6 +308,27 @@ def test_the_paper_window_is_planned_and_counted_as_the_window_of_the_package():
             assert held_pages(a, 16, num_tokens) == held_pages(b, 16, num_tokens)
             assert a.most_read_tokens == b.most_read_tokens
         assert Need(own).of_tokens(num_tokens) == Need(built_in).of_tokens(num_tokens)
+
+
+def test_a_replay_counts_and_times_the_paper_window_as_the_window_of_the_package():
+    jenga.register_layer_type(PaperWindow, example=EXAMPLE)
+
+    def replayed(model):
+        arena = make_arena("jenga", model, 2 << 20)
+        weights = Weights(num_bytes=2000, total=1000, active=1000, query_elements=8)
+        gpu = Gpu(name="test", memory_bytes=1, bytes_per_s=1e9, flops_16_bit=1e12)
+        requests = list(articles(num_articles=4, num_questions=3, article_tokens=900))
+        replay = Replay(requests, arena, clock=StepTime(model, weights, gpu))
+        for _ in replay:
+            pass
+        arena.check()
+        bound = best_eviction(requests, model, 1 << 20)
+        return replay.time_s, replay.hit_tokens, replay.prompt_tokens, bound
+
+    own, built_in = map(replayed, models())
+
+    assert own == built_in
+    assert 0 < own[1] < own[2]
 
 
 @pytest.mark.parametrize("page_slots", [1, 4, 16])
