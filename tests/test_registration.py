@@ -262,6 +262,9 @@ def test_a_policy_that_lies_is_refused_with_the_answers_that_contradict(policy, 
         ({"is_state": True}, "must inherit jenga.spec.State"),
         ({"typical_tokens": 64}, "typical_tokens must be above 0 if and only if"),
         ({"kind": ""}, "kind must be a text"),
+        ({"tokens_per_slot": 0}, "tokens_per_slot must be a positive integer, got 0"),
+        ({"tokens_per_page": 0}, "tokens_per_page must be a positive integer, got 0"),
+        ({"tokens_per_slot": 4, "tokens_per_page": 6}, "a multiple of tokens_per_slot, 4, got 6"),
     ],
 )
 def test_a_type_that_contradicts_its_policy_is_refused(claims, words):
