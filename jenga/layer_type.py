@@ -1,4 +1,4 @@
-"""What layers of one type store, and what every type of layers can be asked.
+"""The storage of layers, and the questions that every layer type answers.
 
 A *slot* is one token's place in a token type, or one whole state in a state type. The types that
 the package has are in `jenga.spec`. `jenga.registration` takes further ones.
@@ -114,6 +114,10 @@ def _check_layers(name: str, layers: Sequence[Layer]) -> None:
     check_distinct(f"layer type {name!r}", "layers", names + readers)
 
 
+_FACTS = RequestFacts()
+"""Facts of a request without images."""
+
+
 class LayerType(ABC):
     """Layers that store the same kind of slots, and what a request does with them.
 
@@ -173,19 +177,19 @@ class LayerType(ABC):
     @property
     @abstractmethod
     def keeps(self) -> str:
-        """What the type keeps of a request, in words for plans: "a window of 4,096 tokens"."""
+        """Description of what the type keeps of a request: "a window of 4,096 tokens"."""
 
     def needed_slots(self, num_tokens: int, /) -> range:
         """Return the slots, in tokens, that the last of `num_tokens` tokens reads or writes.
 
         This is an expectation for a typical request. The default asks the policy.
         """
-        return self.policy(1).update_last_access(RequestFacts(), num_tokens - 1, num_tokens)
+        return self.policy(1).update_last_access(_FACTS, num_tokens - 1, num_tokens)
 
     @property
     def most_read_tokens(self) -> int:
         """Most tokens that one query reads. `jenga.policies.NEVER` or more if it reads all."""
-        return self.policy(1).peak_slots(RequestFacts(), NEVER, 1)
+        return self.policy(1).peak_slots(_FACTS, NEVER, 1)
 
     @property
     def slot_bytes(self) -> int:
@@ -251,7 +255,7 @@ def layer_type_named(name: str) -> type[LayerType]:
 
 
 def check_registered(layer_type: LayerType) -> None:
-    """Refuse a layer type that nobody registered.
+    """Refuse a layer type whose class is not registered.
 
     Raises:
         ValueError: Its class is not registered, or another class of that name is.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jenga.checks import check_multiple, check_positive
 from jenga.layer_type import Layer, LayerType, register
 from jenga.policies.policy_check import check_policy
 from jenga.spec import State
@@ -112,9 +113,19 @@ def check_layer_type(layer_type: LayerType) -> None:
     """Try the answers of a layer type and of its policy on short requests.
 
     Raises:
-        ValueError: Two of them contradict each other. The message names them.
+        ValueError: Two of them contradict each other, or a number of tokens is out of its range.
+            The message names them.
     """
     owner = f"layer type {type(layer_type).__name__!r}"
+    check_positive(owner, "tokens_per_slot", layer_type.tokens_per_slot)
+    if layer_type.tokens_per_page is not None:
+        check_multiple(
+            f"{owner}: tokens_per_page",
+            layer_type.tokens_per_page,
+            unit_name="tokens_per_slot",
+            unit=layer_type.tokens_per_slot,
+        )
+        check_positive(owner, "tokens_per_page", layer_type.tokens_per_page)
     policy = layer_type.policy(1)
     facts = {
         "a type with is_state must inherit jenga.spec.State": (

@@ -85,7 +85,7 @@ class FullAttention(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         if self.tokens_per_slot == 1:
             return "every token"
         return f"one slot for {self.tokens_per_slot} tokens"
@@ -123,7 +123,7 @@ class SlidingWindow(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         return f"a window of {self.window_tokens:,} tokens"
 
 
@@ -152,7 +152,7 @@ class ChunkedLocal(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         return f"the current chunk of {self.chunk_tokens:,} tokens"
 
 
@@ -181,7 +181,7 @@ class CrossAttention(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         return f"tokens of images or audio ({self.typical_tokens:,})"
 
     def needed_slots(self, _num_tokens: int, /) -> range:
@@ -219,7 +219,7 @@ class State(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         slots = self.slots_per_request
         return "one state" if slots == 1 else f"{slots} states, for drafted tokens"
 
@@ -278,7 +278,7 @@ class TokenBudget(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         return f"about {self.mean_budget_tokens:,} tokens of a prompt"
 
     def needed_slots(self, num_tokens: int, /) -> range:
@@ -341,7 +341,7 @@ class ImageEmbedding(LayerType):
 
     @property
     def keeps(self) -> str:
-        """What the type keeps, in words."""
+        """Description of what the type keeps."""
         return f"an image until it is read ({self.typical_tokens:,})"
 
     def needed_slots(self, _num_tokens: int, /) -> range:

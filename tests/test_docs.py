@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import runpy
 import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -95,6 +96,19 @@ def test_every_page_of_docs_is_in_the_sites_navigation():
 
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(pages)
+
+
+def test_the_site_shows_the_text_of_examples_as_it_is_in_their_files():
+    folder = ROOT / "docs" / "site"
+    assert "hooks:\n  - included_files.py" in text_of(folder / "mkdocs.yml")
+    on_page_markdown = runpy.run_path(str(folder / "included_files.py"))["on_page_markdown"]
+    page = text_of(ROOT / "docs" / "layer-types.md")
+
+    shown = re.findall(r"```python\n(.*?)```", on_page_markdown(page, page=None), re.DOTALL)
+
+    examples = [text_of(path) for path in sorted((ROOT / "docs" / "examples").glob("*.py"))]
+    assert len(examples) > 1
+    assert [text for text in shown if text in examples] == examples
 
 
 def test_readme_leads_to_every_page_that_is_no_lab_note():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from docs.examples.paper_window import PaperWindowPolicy
 from jenga.arena.allocator import Allocator
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
@@ -10,7 +11,10 @@ from jenga.policies.full_attention import FullAttentionPolicy
 from jenga.policies.image_embedding import ImageEmbeddingPolicy
 from jenga.policies.sliding_window import SlidingWindowPolicy
 from jenga.spec import CrossAttention, FullAttention, Layer, ModelSpec, SlidingWindow
-from tests.machines.geometries import full, geometry, sliding
+from tests.machines.geometries import full, geometry, paper_window, sliding
+
+WINDOWS = [SlidingWindowPolicy, PaperWindowPolicy]
+"""The window of the package, and the one that docs/extending.md adds from outside."""
 
 ONE_TOKEN = Grain(page_slots=1, hash_tokens=1)
 
@@ -139,9 +143,10 @@ def test_section_3_2_is_what_the_manager_needs_less(name, facts, num_tokens, lay
     manager.check()
 
 
-def test_figure_9_last_access_of_two_requests():
+@pytest.mark.parametrize("policy", WINDOWS)
+def test_figure_9_last_access_of_two_requests(policy):
     # A window of two tokens: the query and the one before it.
-    window = SlidingWindowPolicy(2)
+    window = policy(2)
     everything = FullAttentionPolicy()
     facts = RequestFacts(prompt_tokens=4)
 
@@ -152,8 +157,9 @@ def test_figure_9_last_access_of_two_requests():
     assert window.update_last_access(facts, 4, 5) == range(3, 5)
 
 
-def test_figure_9_what_only_request_1_has_goes_first_in_both_layer_types():
-    cut = geometry("figure 9", full(tokens=1), sliding(tokens=1, window=2))
+@pytest.mark.parametrize("window", [sliding, paper_window])
+def test_figure_9_what_only_request_1_has_goes_first_in_both_layer_types(window):
+    cut = geometry("figure 9", full(tokens=1), window(tokens=1, window=2))
     manager = Manager(cut, num_large_pages=20, prefix_caching=True, hash_tokens=1)
     run(manager, "1", "ABCDE", 4)
     manager.new_step()
@@ -182,9 +188,22 @@ def test_figure_9_what_only_request_1_has_goes_first_in_both_layer_types():
     manager.check()
 
 
-def test_figure_10_possible_prefixes_of_abcdefghij():
+@pytest.mark.parametrize("policy", WINDOWS)
+def test_section_5_2_prefix_lengths_of_abcdg_are_equal_in_both_layer_types(policy):
+    facts = RequestFacts(prompt_tokens=5)
+
+    lengths = [
+        list(each.set_prefix_length(facts, range(5), ONE_TOKEN))
+        for each in (policy(2), FullAttentionPolicy())
+    ]
+
+    assert lengths == [[1, 2, 3, 4, 5]] * 2
+
+
+@pytest.mark.parametrize("policy", WINDOWS)
+def test_figure_10_possible_prefixes_of_abcdefghij(policy):
     # The paper's window of 2 counts the tokens before the query, ours counts the query too.
-    window = SlidingWindowPolicy(3)
+    window = policy(3)
     everything = FullAttentionPolicy()
     facts = RequestFacts(prompt_tokens=10)
     cached_full = [1] * 9 + [None]

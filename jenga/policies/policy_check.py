@@ -66,7 +66,7 @@ def check_policy(owner: str, policy: LayerPolicy, page_slots: int) -> None:
     """Ask a policy about short requests, and compare its answers.
 
     Args:
-        owner: Whose policy it is, for the message.
+        owner: Name of the layer type with the policy, for the message.
         policy: The policy.
         page_slots: Number of slots of a page.
 

@@ -6,6 +6,7 @@ destroys what other page tables had in the same large page.
 
 from dataclasses import dataclass, field
 
+from docs.examples.paper_window import PaperWindow
 from jenga.policies import Image, RequestFacts
 from jenga.spec import (
     ChunkedLocal,
@@ -224,7 +225,7 @@ def needed_tokens(layer_type, processed, end):
     needed = set()
     for query in range(processed, end):
         for token in range(query + 1):
-            if isinstance(layer_type, SlidingWindow):
+            if isinstance(layer_type, SlidingWindow | PaperWindow):
                 reads = query - token < layer_type.window_tokens
             elif isinstance(layer_type, ChunkedLocal):
                 reads = query // layer_type.chunk_tokens == token // layer_type.chunk_tokens

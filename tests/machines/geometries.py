@@ -1,5 +1,6 @@
 """Small geometries with every layer type, for machines that try everything."""
 
+from docs.examples.paper_window import PaperWindow
 from jenga.geometry import Geometry, PageTable
 from jenga.spec import (
     ChunkedLocal,
@@ -45,6 +46,12 @@ def full(name="full", slot_bytes=16, tokens=4, per_large=1, padding=0):
 
 def sliding(name="sliding", slot_bytes=16, tokens=4, per_large=1, window=6):
     layer_type = SlidingWindow(name=name, layers=_layer(name, slot_bytes), window_tokens=window)
+    return page_table(layer_type, tokens, per_large)
+
+
+def paper_window(name="own", slot_bytes=16, tokens=4, per_large=1, window=6):
+    """Get a page table of the documented example: a layer type from outside the package."""
+    layer_type = PaperWindow(name=name, layers=_layer(name, slot_bytes), window_tokens=window)
     return page_table(layer_type, tokens, per_large)
 
 
@@ -146,4 +153,10 @@ BUDGETED = geometry(
     sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
     full("draft", slot_bytes=24, tokens=4, per_large=4),
 )
-CACHED = (HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED, BUDGETED)
+OUTSIDE = geometry(
+    "type_from_outside",
+    full(slot_bytes=16, tokens=4, per_large=6),
+    paper_window(slot_bytes=32, tokens=4, per_large=3, window=7),
+    state(slot_bytes=96, per_large=4),
+)
+CACHED = (HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED, BUDGETED, OUTSIDE)

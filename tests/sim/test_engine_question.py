@@ -223,6 +223,15 @@ def test_what_is_planned_otherwise_than_it_is_declared_is_told(planned, declared
         assert words in told
 
 
+def test_a_type_that_is_registered_only_in_vllms_process_is_named(answering):
+    answering(replying({"layer_types": [fields("PaperWindow", "own", window_tokens=64)]}))
+
+    with Question(LLAMA, ReadOptions()) as question:
+        answer = question.answer()
+
+    assert "layer type 'PaperWindow' must be registered in this process" in answer
+
+
 def test_a_folder_is_compared_with_what_vllm_declares(tmp_path, answering, capsys, monkeypatch):
     monkeypatch.setattr("jenga.sim.commands.plan_command.is_installed", lambda: True)
     monkeypatch.setattr("jenga.sim.commands.plan_command._stock_system", lambda: None)

@@ -1,20 +1,9 @@
-"""A Llama whose windowed layers declare a cache spec of their own: a model from outside vLLM."""
-
-from dataclasses import fields
+"""A Llama whose windowed layers are of the documented example: a model from outside vLLM."""
 
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from docs.examples.paper_window import PaperWindowSpec
-
-
-class PaperWindowAttention(Attention):
-    """Attention over a window, cached as the example's layer type."""
-
-    def get_kv_cache_spec(self, vllm_config):
-        spec = super().get_kv_cache_spec(vllm_config)
-        own = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
-        return PaperWindowSpec(**own)
+from docs.examples.paper_window_vllm import PaperWindowAttention
 
 
 class PaperWindowLlama(LlamaForCausalLM):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm import LLM, ModelRegistry
 
-from docs.examples import paper_window
+from docs.examples import paper_window_vllm
 from tests.vllm_plugin import engine_process
 from tests.vllm_plugin.paper_window_model import PaperWindowLlama
 
@@ -18,7 +18,7 @@ from tests.vllm_plugin.paper_window_model import PaperWindowLlama
 def main():
     ModelRegistry.register_model("PaperWindowLlama", PaperWindowLlama)
     if "TABLES_FILE" in os.environ:
-        paper_window.register()
+        paper_window_vllm.register()
     original = LLM.generate
 
     def generate(self, *args, **kwargs):

@@ -64,7 +64,8 @@ def test_the_engine_serves_a_registered_layer_type_with_the_tokens_of_vllm(
         ["full", "FullAttention", 1],
     ]
     assert sum(output["cached_tokens"] for output in ours["outputs"]) > 0
-    assert sum(table["small_pages"] for table in ours["cache"]["evictions"]) > 0
+    evicted = {table.pop("name"): sum(table.values()) for table in ours["cache"]["evictions"]}
+    assert min(evicted.values()) > 0, evicted
 
 
 def test_an_engine_names_a_spec_for_which_no_layer_type_is_registered(windowed, run_engine):

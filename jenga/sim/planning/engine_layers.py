@@ -123,7 +123,10 @@ class Question:
         answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if "error" in answer:
             return str(answer["error"])
-        return tuple(map(layer_type_from, answer["layer_types"]))
+        try:
+            return tuple(map(layer_type_from, answer["layer_types"]))
+        except ValueError as error:  # a type that is registered there and not here
+            return str(error)
 
     def __enter__(self) -> "Question":
         return self

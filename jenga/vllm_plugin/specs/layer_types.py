@@ -6,6 +6,7 @@ No other module does this. A group of vLLM becomes a page table, and a block bec
 from collections import Counter
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -146,13 +147,13 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What all layers of one layer type have in common.
+    """Common part of all layers of one layer type.
 
     Attributes:
         layer_type: Class of the layer type.
         name: Name of the layer type.
         fields: Values of the class's own fields.
-        apart: What further tells kinds of one name apart. They are then numbered.
+        apart: Further difference between kinds of one name. They are then numbered.
     """
 
     layer_type: type[LayerType]
@@ -222,7 +223,7 @@ def _registered_kind(name: str, spec: "KVCacheSpec", registered: CacheSpec) -> _
     """Get the kind of a layer whose type was registered.
 
     Raises:
-        ValueError: It is no attention layer, or the values of its fields are not hashable.
+        ValueError: It is no attention layer, or its fields are unknown or not hashable.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -230,11 +231,18 @@ def _registered_kind(name: str, spec: "KVCacheSpec", registered: CacheSpec) -> _
         msg = f"layer {name!r}: {type(spec).__name__} must inherit one of vLLM's attention specs"
         raise ValueError(msg)  # noqa: TRY004  every mistake of a caller is one kind of error
     fields = tuple(sorted(registered.fields_of(spec).items()))
+    own = {field.name for field in dataclass_fields(registered.layer_type)} - {"name", "layers"}
+    if unknown := dict(fields).keys() - own:
+        msg = (
+            f"layer {name!r}: fields_of {type(spec).__name__!r} must return the fields of "
+            f"{registered.layer_type.__name__!r}, {sorted(own)}, got {sorted(unknown)}"
+        )
+        raise ValueError(msg)
     try:
         hash(fields)
     except TypeError as error:
         msg = (
-            f"layer {name!r}: fields_of {type(spec).__name__} must return values that are "
+            f"layer {name!r}: fields_of {type(spec).__name__!r} must return values that are "
             f"hashable, got {dict(fields)}"
         )
         raise ValueError(msg) from error
