@@ -483,6 +483,14 @@ VARIATIONS = {
         },
     ),
     "mistral-that-names-no-window": ("mistral", {"sliding_window": "absent"}),
+    "mistral-of-two-kinds": (
+        "mistral",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "sliding_window": 1024,
+        },
+    ),
     "mistral-without-a-window": ("mistral", {"sliding_window": None}),
     "mistral-with-a-window-of-zero": ("mistral", {"sliding_window": 0}),
     "mixtral-with-a-window": ("mixtral", {"sliding_window": 1024}),

@@ -115,20 +115,6 @@ def gemma4_experts():
     )
 
 
-def ministral():
-    """Get a Ministral, which vLLM runs by the class of Mistral: full layers before windows."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        head_dim=HEAD_DIM,
-        sliding_window=40,
-        layer_types=["full_attention", *["sliding_attention"] * 3],
-    )
-    return MistralForCausalLM(config)
-
-
 def gpt_oss():
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -426,7 +412,6 @@ MAKERS = {
     "gemma4": gemma4,
     "gemma4_experts": gemma4_experts,
     "gpt_oss": gpt_oss,
-    "ministral": ministral,
     "mimo_v2": mimo_v2,
     "llama4": llama4,
     "bloom": bloom,
