@@ -9,5 +9,6 @@ The contract of a model here:
   models.
 - A reader in `jenga.models` reads the same configuration. `jenga plan` and the engine must find the
   same layers; both call the same checks where a field can be wrong.
-- A feature that the class cannot serve is refused by name when it is built, before weights are loaded.
+- A feature that the class cannot serve is refused by name when it is built, before weights are
+  loaded.
 """
