@@ -293,7 +293,7 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
             # A token of an image reads later tokens of that image, so one step must have them all.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
     if attends_to_images(vllm_config):
-        # What the encoder makes goes to pages at once.
+        # The encoder's outputs go to pages at once.
         vllm_config.ec_manager_config.encoder_cache_manager_cls = _NO_ENCODER_CACHE
     if model is not None and (model.is_hybrid or model.is_attention_free):
         # vLLM's other modes end a step at each state to keep. Our layers keep states within a step.

@@ -28,7 +28,6 @@ from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.attention import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.layers.attention_builder import JengaTritonMetadataBuilder
 from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec, image_tokens
-from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 from jenga_kernels.attention_merge import attention_merge
 from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
@@ -133,7 +132,7 @@ class JengaImageMetadata(AttentionMetadata):
 
     Attributes:
         query_starts: i32[num_segments + 1], first row of each segment, and the end.
-        passes: One for each image of the largest group. None if no row reads an image.
+        passes: One for each image of the largest group. There is none if no row reads an image.
         reads_images: bool[num_actual_tokens, 1], whether a row reads images.
     """
 
@@ -152,13 +151,10 @@ class JengaImageMetadataBuilder(JengaTritonMetadataBuilder):
     Its work lists depend on where images are in the prompts of a step, so no CUDA graph holds them.
 
     Attributes:
-        mailbox: Mailbox of the model runner.
-        ordered_layers: Always empty, because these layers have no states to keep.
         features: Function that gets vLLM's descriptions of the images of each row of the batch.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    ordered_layers: tuple[str, ...] = ()
 
     @classmethod
     def get_cudagraph_support(
@@ -177,7 +173,6 @@ class JengaImageMetadataBuilder(JengaTritonMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.mailbox = StepMailbox()
         self.features: Callable[[], Sequence[Sequence[Any]]] = _no_images
 
     @property

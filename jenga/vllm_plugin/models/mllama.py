@@ -301,7 +301,7 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
         Args:
             pixels: Tiles, [max_tiles, channels, height, width].
             ratio_id: Number of its aspect ratio.
-            mask: Which tiles it has, [max_tiles]. They are the first.
+            mask: Whether it has each tile, [max_tiles]. Its tiles are the first.
             num_tokens: Number of tokens of these tiles, on the host.
         """
         output = self.vision_model(
