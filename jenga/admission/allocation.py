@@ -7,11 +7,7 @@ from jenga.arena.allocator import Allocator
 from jenga.arena.large_pages import NULL_PAGE
 from jenga.arena.small_pages import Budget, Sharing
 from jenga.errors import InvariantError, OutOfPagesError
-from jenga.prefix.checkpoints import Checkpoints
-from jenga.prefix.eviction_notices import Evictions
-from jenga.prefix.host_cache import HostCache
-from jenga.prefix.prefetch import LoadingAhead
-from jenga.prefix.start_from_hit import Hits
+from jenga.prefix.prefix_cache import PrefixCache
 from jenga.tables.growth import Growth
 from jenga.tables.request import PrefixHit, Request
 
@@ -27,45 +23,36 @@ class Taking:
         "_hits",
         "_host",
         "_in_flight_tokens",
-        "_loading",
         "_no_pages",
+        "_prefetch",
         "_promises",
         "nothing",
     )
 
-    def __init__(  # noqa: PLR0913  all parts of one arena
+    def __init__(
         self,
         allocator: Allocator,
         growth: Growth,
-        hits: Hits,
-        checkpoints: Checkpoints,
-        evictions: Evictions,
+        prefix_cache: PrefixCache,
         *,
         in_flight_tokens: int = 0,
-        host: HostCache | None = None,
-        loading: LoadingAhead | None = None,
     ) -> None:
         """Create the allocation of one arena.
 
         Args:
             allocator: Source of the pages.
             growth: Computes how many pages a request needs, and appends them to its page tables.
-            hits: Shares the pages of prefix hits.
-            checkpoints: Checkpoints that requests start from.
-            evictions: Told when an allocation has evicted pages.
+            prefix_cache: Shares the pages of prefix hits, and learns which pages were evicted.
             in_flight_tokens: Most tokens of one request that all steps in flight compute together.
-            host: Host memory, which holds pages of hits that are not in the arena. None if there is
-                none.
-            loading: Loads such pages into the arena before the admission. None if nothing does.
         """
         self._allocator = allocator
         self._growth = growth
-        self._hits = hits
-        self._checkpoints = checkpoints
-        self._evictions = evictions
+        self._hits = prefix_cache.hits
+        self._checkpoints = prefix_cache.checkpoints
+        self._evictions = prefix_cache.evictions
         self._in_flight_tokens = in_flight_tokens
-        self._host = host
-        self._loading = loading
+        self._host = prefix_cache.host
+        self._prefetch = prefix_cache.prefetch
         # Request id -> the request, and the small pages of each page table that it will still take
         # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
@@ -117,8 +104,8 @@ class Taking:
             self._require(request_id, all_needs, found, reserve_large_pages)
         if hit is not None and found is not None:
             self._require(request_id, needs, found, reserve_large_pages)
-            if self._loading is not None:
-                self._loading.check(request_id, hit, reserve_large_pages)
+            if self._prefetch is not None:
+                self._prefetch.check(request_id, hit, reserve_large_pages)
             # Sharing makes pages used. From here on nothing may be refused.
             self._hits.share(found, hit)
             if self._host is not None:

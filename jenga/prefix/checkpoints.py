@@ -24,6 +24,7 @@ from jenga.arena.large_pages import NULL_PAGE
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
 from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
+from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import Evictions
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
@@ -70,7 +71,7 @@ class Checkpoints:
         allocator: Allocator,
         tree: CheckpointTree,
         evictions: Evictions,
-        copies: list[PageCopy],
+        copies: CopyOrders,
         *,
         hash_tokens: int,
         answer_tokens: int,
@@ -84,7 +85,7 @@ class Checkpoints:
             allocator: Source of the pages for copies.
             tree: Tree that keeps the checkpoints.
             evictions: Told when an allocation has evicted pages.
-            copies: List to which copies that must be made are appended.
+            copies: Receives the copies that must be made.
             hash_tokens: Number of tokens that each further prefix hash covers.
             answer_tokens: Number of tokens between two kept states of an answer. 0 keeps none.
             ahead_tokens: Number of tokens after a prefix that must be cached with it.
@@ -430,7 +431,7 @@ class Checkpoints:
         self, table: Table, source: int, target: int, path: CopyPath = CopyPath.IN_ARENA
     ) -> None:
         copy = PageCopy(table_index=table.index, source=source, target=target, path=path)
-        self._copies.append(copy)
+        self._copies.order_copy(copy)
 
 
 def _running_page(request: Request, table: Table, num_tokens: int) -> int:

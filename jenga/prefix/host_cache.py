@@ -19,7 +19,8 @@ from typing import overload
 
 from jenga.arena.allocator import Allocator
 from jenga.errors import InvariantError
-from jenga.tables.content_index import CacheChange, PrefixCache, RecordingCache
+from jenga.prefix.copy_orders import CopyOrders
+from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
 from jenga.tables.request import (
@@ -31,6 +32,7 @@ from jenga.tables.request import (
     host_page,
     is_on_host,
 )
+from jenga.tables.stats import MemoryReport, check_memory, host_table_memory
 
 _OWNER = 1
 """Owner of all pages while they are filled. Any positive number would do."""
@@ -150,18 +152,18 @@ class HostCache:
     def __init__(
         self,
         tables: Sequence[Table],
-        copies: list[PageCopy],
+        copies: CopyOrders,
         *,
         num_large_pages: int,
-        changes: list[CacheChange] | None = None,
+        changes: ChangeLog | None = None,
     ) -> None:
         """Start with all pages empty.
 
         Args:
             tables: Page tables of the arena.
-            copies: List to which copies that must be made are appended.
+            copies: Receives the copies that must be made.
             num_large_pages: Number of large pages of host memory, including one that is never used.
-            changes: List to which changes of the content here are appended, if given.
+            changes: Records changes of the content here. None records none.
 
         Raises:
             ValueError: There are fewer large pages than the unused one and one for each page table.
@@ -175,13 +177,13 @@ class HostCache:
         self._tables = tables
         self._copies = copies
         self._allocator = Allocator([t.pages.pages_per_large for t in tables], num_large_pages)
-        self._caches: list[PrefixCache] = []
+        self._caches: list[ContentIndex] = []
         for index, pages in enumerate(self._allocator.tables):
             num_pages = num_large_pages * pages.pages_per_large
             self._caches.append(
-                PrefixCache(num_pages, pages.row)
+                ContentIndex(num_pages, pages.row)
                 if changes is None
-                else RecordingCache(num_pages, pages.row, index, changes, is_on_host=True)
+                else RecordingIndex(num_pages, pages.row, index, changes, is_on_host=True)
             )
         self._time = 0
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0
@@ -198,7 +200,7 @@ class HostCache:
         Args:
             table: The page table.
             found: Pages of the keys in the arena.
-            keys: Keys as for `PrefixCache.find`.
+            keys: Keys as for `ContentIndex.find`.
         """
         return EitherPages(found, self._caches[table.index].find(keys))
 
@@ -218,7 +220,7 @@ class HostCache:
         new = [page for page in leaving if get(keys[page]) is None]
         self._time += 1
         self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
-        self._copies += self._bring(table, new)
+        self._copies.order_copies(self._bring(table, new))
 
     def store_ahead(self, table: Table, pages: Sequence[int]) -> list[PageCopy]:
         """Return copies of pages that will soon leave the arena. The pages stay there until then.
@@ -354,7 +356,7 @@ class HostCache:
                 own_pages = request.pages[index]
                 for number, mark in enumerate(hit.pages[index][: len(own_pages)]):
                     if is_on_host(mark) and own_pages[number] > 0:
-                        self._copies.append(
+                        self._copies.order_copy(
                             PageCopy(
                                 table_index=index,
                                 source=host_page(mark),
@@ -383,6 +385,17 @@ class HostCache:
         self._allocator.large_pages.surrender_all()
         self.num_lost += 1
 
+    def memory(self) -> MemoryReport:
+        """Return where every byte of host memory is."""
+        # Small pages tile their large page, in every page table.
+        table = self._tables[0]
+        large_page_bytes = table.pages.pages_per_large * table.spec.small_page_bytes
+        return MemoryReport(
+            tables=tuple(host_table_memory(table, self._allocator) for table in self._tables),
+            empty_large_bytes=self._allocator.large_pages.num_empty * large_page_bytes,
+            null_bytes=large_page_bytes,
+        )
+
     def report(self) -> HostReport:
         """Return the bytes cached here, and the bytes copied since start-up."""
         return HostReport(
@@ -399,6 +412,8 @@ class HostCache:
     def check(self) -> None:
         """Raise `InvariantError` unless every page is empty, or has a key and is evictable."""
         self._allocator.check()
+        memory = self.memory()
+        check_memory(memory, self._allocator.large_pages.num_pages * memory.null_bytes)
         for table, own, cache in zip(
             self._tables, self._allocator.tables, self._caches, strict=True
         ):

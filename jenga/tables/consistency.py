@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jenga.errors import InvariantError
-from jenga.tables.content_index import PrefixCache
+from jenga.tables.content_index import ContentIndex
 from jenga.tables.page_table import Table
 from jenga.tables.request import Request
 
@@ -70,7 +70,7 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         _check_cache(table, table.cache, set(users))
 
 
-def _check_cache(table: Table, cache: PrefixCache, used: set[int]) -> None:
+def _check_cache(table: Table, cache: ContentIndex, used: set[int]) -> None:
     cache.check()
     stamps = table.pages.stamps
     cached = {page for page, key in enumerate(cache.keys) if key is not None}

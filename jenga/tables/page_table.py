@@ -11,7 +11,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.geometry import Geometry, PageTable
 from jenga.policies import Grain, LayerPolicy, policy_of
-from jenga.tables.content_index import CacheChange, PrefixCache, RecordingCache
+from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.request import Request
 
 
@@ -39,7 +39,7 @@ class Table:
     policy: LayerPolicy
     grain: Grain
     pages: WholePages | SplitPages
-    cache: PrefixCache | None
+    cache: ContentIndex | None
     clock: RankClock
     pins: list[int] = field(default_factory=list[int])
     owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
@@ -292,7 +292,7 @@ def build_tables(
     *,
     hash_tokens: int,
     prefix_caching: bool,
-    changes: list[CacheChange] | None = None,
+    changes: ChangeLog | None = None,
 ) -> tuple[Table, ...]:
     """Build the page tables of a geometry.
 
@@ -301,7 +301,7 @@ def build_tables(
         allocator: Allocator of their pages.
         hash_tokens: Number of tokens that each further prefix hash covers.
         prefix_caching: Whether content stays cached for other requests.
-        changes: List to which changes of cached content are appended. None records no changes.
+        changes: Records changes of cached content. None records no changes.
 
     Raises:
         ValueError: With prefix caching, neither of page size and `hash_tokens` divides the other.
@@ -322,9 +322,9 @@ def build_tables(
                 )
                 raise ValueError(msg)
             if changes is None:
-                cache = PrefixCache(num_pages, pages.row)
+                cache = ContentIndex(num_pages, pages.row)
             else:
-                cache = RecordingCache(num_pages, pages.row, index, changes)
+                cache = RecordingIndex(num_pages, pages.row, index, changes)
         tables.append(
             Table(
                 index=index,

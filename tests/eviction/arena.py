@@ -5,6 +5,7 @@ from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
 from jenga.policies import RequestFacts
 from jenga.prefix.checkpoint_tree import CheckpointTree
+from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import Evictions
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import build_tables
@@ -29,7 +30,7 @@ class Arena:
         self.tables = build_tables(
             cut, self.allocator, hash_tokens=HASH_TOKENS, prefix_caching=True
         )
-        self.copies = []
+        self.copies = CopyOrders()
         self.host = None
         if num_host_large_pages:
             self.host = HostCache(self.tables, self.copies, num_large_pages=num_host_large_pages)

@@ -262,8 +262,8 @@ class CacheMachine(RuleBasedStateMachine):
                 found.difference_update(change.keys)
         caches = [table.cache.keys for table in self.manager._tables]
         assert self.found == [{key for key in keys if key is not None} for keys in caches]
-        if self.manager._host is not None:
-            caches = [cache.keys for cache in self.manager._host._caches]
+        if self.manager.prefix_cache.host is not None:
+            caches = [cache.keys for cache in self.manager.prefix_cache.host._caches]
             assert self.hosted == [{key for key in keys if key is not None} for keys in caches]
 
     def teardown(self):
@@ -275,7 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request_id in self.waiting:
             self.manager.withdraw(request_id)
         self.manager.check()
-        assert not self.manager._tree.awaited
+        assert not self.manager.prefix_cache.tree.awaited
         memory = self.manager.memory()
         assert memory.used_bytes == sum(table.useless_bytes for table in memory.tables) == 0
         assert self.manager.reset_prefix_cache()

@@ -9,7 +9,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
 from jenga.prefix import checkpoint_tree
-from jenga.tables.content_index import PrefixCache
+from jenga.tables.content_index import ContentIndex
 from tests.eviction.arena import FACTS, Arena, hashes
 from tests.machines.geometries import cross, full, geometry, sliding, state
 
@@ -607,8 +607,8 @@ def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypat
     used(arena, TEXT[:48])
     node = arena.keep(TEXT, 32, Kind.ANSWER_END)
     taken = arena.tree.take_states(node, next_tokens=48)
-    looked_up, get = [], PrefixCache.get
-    monkeypatch.setattr(PrefixCache, "get", lambda *args: looked_up.append(args[1]) or get(*args))
+    looked_up, get = [], ContentIndex.get
+    monkeypatch.setattr(ContentIndex, "get", lambda *args: looked_up.append(args[1]) or get(*args))
 
     longer = arena.tree.keep(
         node, hashes(TEXT), FACTS, 48, Kind.ANSWER_END, Past.NEW_TEXT, state_pages=taken

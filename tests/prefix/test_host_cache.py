@@ -136,7 +136,7 @@ def test_of_what_was_loaded_the_end_is_lost_before_the_beginning():
     manager.allocate("b", num_tokens=64, hit=hit)  # three pages of those five
     lose(manager, "r", 64)
 
-    there = [manager._host._caches[0].get(key) for key in hashes(64)]
+    there = [manager.prefix_cache.host._caches[0].get(key) for key in hashes(64)]
 
     assert [page is not None for page in there] == [True, False, False, False]
     manager.check()
@@ -153,7 +153,8 @@ def test_windows_that_nobody_goes_on_from_are_not_brought_there():
     evictions = manager.cache_report().evictions
     assert of_all == evictions[0].num_pages > 2 * 2048 // 16
     # Of each evicted checkpoint two, some of which a request used then: what it passed is lost.
-    assert of_windows == 2 * manager._tree.num_evicted >= evictions[1].with_checkpoint > 0
+    num_evicted = manager.prefix_cache.tree.num_evicted
+    assert of_windows == 2 * num_evicted >= evictions[1].with_checkpoint > 0
     assert evictions[1].own_large + evictions[1].foreign_large > of_windows
 
 
@@ -295,8 +296,8 @@ def test_a_state_that_takes_the_place_of_another_is_not_brought_there_unwritten(
     stored = copies_of(manager, CopyPath.TO_HOST)
 
     assert len(stored) == 1
-    assert manager._host.page_of(manager._tables[1], hashes(48)[2]) is not None
-    assert manager._host.page_of(manager._tables[1], hashes(48)[1]) is None
+    assert manager.prefix_cache.host.page_of(manager._tables[1], hashes(48)[2]) is not None
+    assert manager.prefix_cache.host.page_of(manager._tables[1], hashes(48)[1]) is None
     manager.check()
 
 
@@ -335,7 +336,7 @@ def test_a_state_of_an_answer_stays_there_where_there_is_no_page_for_a_later_one
 
     assert not manager.keep_state("a", keys[0][2], 48)
 
-    assert manager._host.page_of(manager._tables[1], keys[0][1]) is not None
+    assert manager.prefix_cache.host.page_of(manager._tables[1], keys[0][1]) is not None
     manager.check()
 
 
@@ -351,11 +352,11 @@ def test_a_state_of_an_answer_that_another_request_has_read_stays_there():
     manager.free("b")
     compute(manager, "c", 16 * 6, prefix="c")
     states = manager._tables[1]
-    assert manager._host.page_of(states, keys[1]) is not None
+    assert manager.prefix_cache.host.page_of(states, keys[1]) is not None
 
     assert manager.keep_state("a", keys[2], 48)
 
-    assert manager._host.page_of(states, keys[1]) is not None
+    assert manager.prefix_cache.host.page_of(states, keys[1]) is not None
     manager.check()
 
 

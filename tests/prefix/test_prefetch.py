@@ -207,7 +207,7 @@ def test_what_host_memory_lost_by_then_is_not_loaded():
         come(manager)
     for table in manager._tables:
         for key in hashes(64)[:2]:
-            manager._host.drop(table, key)
+            manager.prefix_cache.host.drop(table, key)
 
     (load,) = manager.load_ahead(1)
 

@@ -135,7 +135,7 @@ class Run:
 
     def forget_audio(self):
         """Evict what encoders made, and nothing else."""
-        table, tree = self.manager._tables[self.cross], self.manager._tree
+        table, tree = self.manager._tables[self.cross], self.manager.prefix_cache.tree
         for content in {key[0] for key in table.cache.keys if key is not None}:
             tree.evict(tree.image(table, content))
         assert not any(table.cache.keys)
