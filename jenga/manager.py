@@ -380,16 +380,17 @@ class Manager:
     ) -> tuple[list[int], ...]:
         """Do the work of `allocate` for a request that is not running, with checked arguments."""
         facts = new_facts(hit, facts, prompt_tokens=max(full_tokens, num_tokens))
-        request = Request(self._served(facts, 0), len(self._tables))
-        request.owner = self._num_owners + 1
-        found = None
+        facts = self._served(facts, 0)
+        start = None
         if hit is not None:
             self._entry.check_time(request_id, hit, self._step)
-            found = self.prefix_cache.hits.start_from(request, hit, num_tokens)
+            start = self.prefix_cache.hits.prepare_start(hit, facts, num_tokens)
+        request = Request(facts, len(self._tables), start)
+        request.owner = self._num_owners + 1
         if full_tokens > num_tokens and self._requests:
             # Other requests grow while this prompt is computed.
             reserve_large_pages = max(reserve_large_pages, self.occupancy.growth_large_pages)
-        reserve_large_pages += self._entry.reserve(found, self._step)
+        reserve_large_pages += self._entry.reserve(start, self._step)
         request.is_packed = self._entry.was_refused_alone(request_id)
         self._growth.give_up(request, request.hit_tokens)
         try:
@@ -399,8 +400,7 @@ class Manager:
                 num_tokens,
                 full_tokens=full_tokens,
                 reserve_large_pages=reserve_large_pages,
-                hit=hit,
-                found=found,
+                start=start,
             )
         except PutOffError:
             raise

@@ -5,11 +5,11 @@ from operator import sub
 
 from jenga.arena.allocator import Allocator
 from jenga.arena.large_pages import NULL_PAGE
-from jenga.arena.small_pages import Budget, Sharing
+from jenga.arena.small_pages import Budget
 from jenga.errors import InvariantError, OutOfPagesError
 from jenga.prefix.prefix_cache import PrefixCache
 from jenga.tables.growth import Growth
-from jenga.tables.request import PrefixHit, Request
+from jenga.tables.request import HitStart, Request
 
 
 class Taking:
@@ -59,7 +59,7 @@ class Taking:
         self._no_pages = [0] * len(allocator.tables)
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
-    def take(  # noqa: PLR0913  all facts of a step
+    def take(
         self,
         request_id: str,
         request: Request,
@@ -67,8 +67,7 @@ class Taking:
         *,
         full_tokens: int,
         reserve_large_pages: int,
-        hit: PrefixHit | None = None,
-        found: Sequence[Sharing | None] | None = None,
+        start: HitStart | None = None,
     ) -> Sequence[list[int]]:
         """Give a request the pages for `num_tokens` tokens.
 
@@ -79,8 +78,7 @@ class Taking:
             full_tokens: If positive, refuse unless this many tokens could be held now, together
                 with the pages that other requests will take for their prompts.
             reserve_large_pages: Number of large pages that must stay empty or reclaimable.
-            hit: At admission, the prefix that the request starts from.
-            found: For each page table, the small pages of the hit, which are not shared yet.
+            start: At admission, the hit that the request starts from.
 
         Returns:
             The pages taken, for each page table.
@@ -90,26 +88,28 @@ class Taking:
                 Nothing was changed.
         """
         growth = self._growth
-        if not full_tokens and found is None and not request.is_packed:
+        if not full_tokens and start is None and not request.is_packed:
             taken = self._take_next(request, num_tokens, reserve_large_pages)
             if taken is not None:
                 return taken
         needs = growth.needs(request, num_tokens)
         expected_tokens = max(full_tokens, request.expected_tokens)
         expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
-        later = self._later_pages(request, found, needs, num_tokens, expected_tokens)
+        later = self._later_pages(
+            request, needs, num_tokens, expected_tokens, is_shared=start is None
+        )
         if full_tokens:
             others = self.promised_beside(request_id)
             all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
-            self._require(request_id, all_needs, found, reserve_large_pages)
-        if hit is not None and found is not None:
-            self._require(request_id, needs, found, reserve_large_pages)
+            self._require(request_id, all_needs, start, reserve_large_pages)
+        if start is not None:
+            self._require(request_id, needs, start, reserve_large_pages)
             if self._prefetch is not None:
-                self._prefetch.check(request_id, hit, reserve_large_pages)
+                self._prefetch.check(request_id, start.hit, reserve_large_pages)
             # Sharing makes pages used. From here on nothing may be refused.
-            self._hits.share(found, hit)
+            self._hits.share_pages(start)
             if self._host is not None:
-                self._host.pin(hit)
+                self._host.pin(start.hit)
         taken: Sequence[list[int]] | None = self.nothing
         if any(needs):
             taken = self._allocator.take(
@@ -126,11 +126,11 @@ class Taking:
                 raise InvariantError(msg)
             self._evictions.note()
             growth.append(request, taken)
-        if hit is not None:
+        if start is not None:
             # This comes first, because a loaded page may overwrite a state that was kept.
-            self._checkpoints.start_from(request, hit)
+            self._checkpoints.start_from(request, start.hit)
             if self._host is not None:
-                self._host.load(hit, request)
+                self._host.load(start.hit, request)
         request.expected_tokens = expected_tokens
         if any(later):
             self._promises[request_id] = request, later
@@ -141,19 +141,21 @@ class Taking:
     def _later_pages(
         self,
         request: Request,
-        found: Sequence[Sharing | None] | None,
         needs: Sequence[int],
         num_tokens: int,
         expected_tokens: int,
+        *,
+        is_shared: bool,
     ) -> list[int]:
         """Return the small pages of each page table that a request will take after this step.
 
         Args:
             request: The request.
-            found: The argument of `take`.
             needs: Small pages that it takes in this step.
             num_tokens: Number of tokens that it has slots for after this step.
             expected_tokens: Number of tokens that it is certain to reach.
+            is_shared: Whether it is counted as a user of all its pages. False while it is admitted
+                with a hit.
         """
         if expected_tokens <= num_tokens:
             return self._no_pages
@@ -161,7 +163,9 @@ class Taking:
         chunk_tokens = max(
             num_tokens - start_tokens, min(self._in_flight_tokens, expected_tokens - start_tokens)
         )
-        further = self._growth.further_pages(request, found, needs, chunk_tokens, expected_tokens)
+        further = self._growth.further_pages(
+            request, needs, chunk_tokens, expected_tokens, is_shared=is_shared
+        )
         return list(map(sub, further, needs))
 
     def forget(self, request_id: str) -> None:
@@ -229,11 +233,12 @@ class Taking:
         self,
         request_id: str,
         needs: list[int],
-        found: Sequence[Sharing | None] | None,
+        start: HitStart | None,
         reserve_large_pages: int,
     ) -> None:
         """Raise `OutOfPagesError` unless the needs can be met once the pages found are shared."""
-        room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
+        hits = start.sharing if start is not None else None
+        room = self._allocator.room(needs, hits=hits, reserve_large_pages=reserve_large_pages)
         if not room.suffices:
             raise OutOfPagesError(
                 request_id,

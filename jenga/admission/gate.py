@@ -4,15 +4,14 @@ They say when an admission is too early, how much it leaves to the cache, and wh
 as running.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jenga.admission.reserve import Admission
 from jenga.admission.wait_queue import Waiting
-from jenga.arena.small_pages import Sharing
 from jenga.errors import TooEarlyError
 from jenga.eviction.points import Past
 from jenga.prefix.checkpoints import Checkpoints
-from jenga.tables.request import PrefixHit, Request
+from jenga.tables.request import HitStart, PrefixHit, Request
 
 IDLE_STEPS = 16
 """Number of steps after which a request that took part in none of them is idle.
@@ -83,7 +82,7 @@ class Entry:
         """
         return sorted(self._checkpoints.planned(request, self.waiting.branch_tokens(request_id)))
 
-    def reserve(self, found: Sequence[Sharing | None] | None, step: int) -> int:
+    def reserve(self, start: HitStart | None, step: int) -> int:
         """Return the number of large pages that this admission must leave free.
 
         It is 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
@@ -94,7 +93,9 @@ class Entry:
             return 0
         waiting = self.waiting
         return self._admission.reserve(
-            found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
+            start.sharing if start is not None else None,
+            reread_tokens=waiting.reread_tokens,
+            asked_tokens=waiting.asked_tokens,
         )
 
     def note_refusal(self, request_id: str) -> None:

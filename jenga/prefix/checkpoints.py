@@ -28,7 +28,7 @@ from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import Evictions
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
+from jenga.tables.request import MISSING, CopyPath, PageCopy, PrefixHit, Request
 
 ANSWER_TOKENS = 64
 """Tokens of an answer between two kept states. Copies then take a 64th of the time of updates."""
@@ -392,15 +392,18 @@ class Checkpoints:
         if not hit.num_tokens or not self.states:
             return
         self.num_states_read += 1
-        moves = [
-            (table, source, _running_page(request, table, hit.num_tokens))
-            for table in self.states
-            for source in hit.pages[table.index]
-        ]
-        self._move([move for move in moves if not is_on_host(move[1]) and move[1] != move[2]])
-        for table, source, target in moves:
-            if is_on_host(source):
-                self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
+        moves: list[tuple[Table, int, int]] = []
+        loads: list[tuple[Table, int, int]] = []
+        for table in self.states:
+            pages = hit.pages[table.index]
+            if not pages:
+                continue
+            target = _running_page(request, table, hit.num_tokens)
+            moves += [(table, page, target) for page in pages if page not in (MISSING, target)]
+            loads += [(table, page, target) for page in hit.host_pages[table.index].values()]
+        self._move(moves)
+        for table, source, target in loads:
+            self._copy(table, source, target, CopyPath.FROM_HOST)
 
     def _move(self, moves: list[tuple[Table, int, int]]) -> None:
         """Order copies of one state's parts, so that each is read before it is written over.

@@ -23,15 +23,7 @@ from jenga.prefix.copy_orders import CopyOrders
 from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
-from jenga.tables.request import (
-    MISSING,
-    CopyPath,
-    PageCopy,
-    PrefixHit,
-    Request,
-    host_page,
-    is_on_host,
-)
+from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request
 from jenga.tables.stats import MemoryReport, check_memory, host_table_memory
 
 _OWNER = 1
@@ -64,23 +56,30 @@ class HostReport:
 
 
 class EitherPages(Sequence[int | None]):
-    """Pages of keys in the arena, or else their marks in host memory (`is_on_host`)."""
+    """Whether keys have pages in the arena or in host memory: a page of either, or None.
 
-    __slots__ = ("_found", "_hosted", "_num_before_gap")
+    A number does not say which memory the page is in. `in_arena` and `on_host` do.
 
-    def __init__(self, found: FoundPages, hosted: FoundPages) -> None:
+    Attributes:
+        in_arena: Pages of the arena.
+        on_host: Pages of host memory, for the same keys.
+    """
+
+    __slots__ = ("_num_before_gap", "in_arena", "on_host")
+
+    def __init__(self, in_arena: FoundPages, on_host: FoundPages) -> None:
         """Create the sequence without looking anything up.
 
         Args:
-            found: Pages of the arena.
-            hosted: Pages of host memory, for the same keys.
+            in_arena: Pages of the arena.
+            on_host: Pages of host memory, for the same keys.
         """
-        self._found = found
-        self._hosted = hosted
+        self.in_arena = in_arena
+        self.on_host = on_host
         self._num_before_gap: int | None = None
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self.in_arena)
 
     @overload
     def __getitem__(self, index: int) -> int | None: ...
@@ -88,18 +87,15 @@ class EitherPages(Sequence[int | None]):
     def __getitem__(self, index: slice) -> list[int | None]: ...
     def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
         if isinstance(index, slice):
-            found = self._found[index]
+            found = self.in_arena[index]
             if None not in found:
                 return found
-            # This is `host_page` written out, since a call for each of thousands would be slow.
             return [
-                page if page is not None or there is None else MISSING - there
-                for page, there in zip(found, self._hosted[index], strict=True)
+                there if page is None else page
+                for page, there in zip(found, self.on_host[index], strict=True)
             ]
-        page = self._found[index]
-        if page is None and (there := self._hosted[index]) is not None:
-            return host_page(there)
-        return page
+        page = self.in_arena[index]
+        return self.on_host[index] if page is None else page
 
     def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
         """Return the first place of a page, or of None. Keys are looked up as far as that place."""
@@ -116,7 +112,7 @@ class EitherPages(Sequence[int | None]):
 
     def _look_up_to_gap(self) -> int:
         try:
-            start = self._found.index(None)
+            start = self.in_arena.index(None)
         except ValueError:
             return len(self)
         num_scanned = _SCAN_PAGES
@@ -195,7 +191,7 @@ class HostCache:
         return self._allocator
 
     def either(self, table: Table, found: FoundPages, keys: Sequence[Hashable]) -> EitherPages:
-        """Look keys up in the arena and here.
+        """Look keys up here too, after they were looked up in the arena.
 
         Args:
             table: The page table.
@@ -354,12 +350,12 @@ class HostCache:
             self._loaded_bytes += len(pages) * table.spec.small_page_bytes
             if not table.policy.is_overwritten:
                 own_pages = request.pages[index]
-                for number, mark in enumerate(hit.pages[index][: len(own_pages)]):
-                    if is_on_host(mark) and own_pages[number] > 0:
+                for number, source in hit.host_pages[index].items():
+                    if number < len(own_pages) and own_pages[number] > 0:
                         self._copies.order_copy(
                             PageCopy(
                                 table_index=index,
-                                source=host_page(mark),
+                                source=source,
                                 target=own_pages[number],
                                 path=CopyPath.FROM_HOST,
                             )
@@ -369,12 +365,10 @@ class HostCache:
     @staticmethod
     def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:
         """Yield each page table that a hit reads from here: its index, and the pages here."""
-        for index, marks in enumerate(hit.pages):
-            if hit.has_missing[index]:
+        for index, pages in enumerate(hit.host_pages):
+            if pages:
                 # An image that a request shows twice is here once.
-                pages = dict.fromkeys(host_page(mark) for mark in marks if is_on_host(mark))
-                if pages:
-                    yield index, list(pages)
+                yield index, list(dict.fromkeys(pages.values()))
 
     # Host memory as a whole
 

@@ -18,7 +18,7 @@ from jenga.policies import ALL_PAGES
 from jenga.prefix.eviction_notices import Evictions
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import PageCopy, PrefixHit, is_on_host
+from jenga.tables.request import PageCopy, PrefixHit
 
 STEP_BYTES = 256 << 20
 """Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
@@ -124,9 +124,8 @@ class LoadingAhead:
         if not self._requests or not any(hit.has_missing):
             return
         num_bytes = sum(
-            sum(map(is_on_host, set(hit.pages[table.index]))) * table.spec.small_page_bytes
+            len(set(hit.host_pages[table.index].values())) * table.spec.small_page_bytes
             for table in self._tables
-            if hit.has_missing[table.index]
         )
         last_id, last_bytes = self._last
         self._last = request_id, num_bytes
@@ -200,17 +199,13 @@ class LoadingAhead:
         """
         loads: list[_Load] = []
         for table in self._tables:
-            marks = hit.pages[table.index]
-            if not hit.has_missing[table.index] or table.cache is None:
+            host_pages = hit.host_pages[table.index]
+            if not host_pages or table.cache is None:
                 continue
             hashes = hit.prefix_hashes[: hit.asked_tokens // table.grain.hash_tokens]
             keys = table.policy.content_keys(hit.facts, hashes, table.grain, ALL_PAGES)
             # An image that a request shows twice is loaded once.
-            number_of = {
-                keys[number]: number
-                for number in reversed(range(len(marks)))
-                if is_on_host(marks[number])
-            }
+            number_of = {keys[number]: number for number in reversed(host_pages)}
             chosen: list[tuple[int, Hashable, int]] = []
             for key, number in reversed(number_of.items()):
                 source = self._host.page_of(table, key)

@@ -182,7 +182,11 @@ class PrefixCache:
             raise ValueError(msg)
         if hit.version != self._version:
             again = self.find_prefix(hit.prefix_hashes, hit.facts, max_tokens=hit.asked_tokens)
-            if again.num_tokens != hit.num_tokens or again.pages != hit.pages:
+            if (again.num_tokens, again.pages, again.host_pages) != (
+                hit.num_tokens,
+                hit.pages,
+                hit.host_pages,
+            ):
                 msg = (
                     f"hit must be looked up again: of its {hit.num_tokens} tokens "
                     f"{again.num_tokens} are still cached, or in other pages"

@@ -7,7 +7,6 @@ decode steps therefore query no page table at all.
 from collections.abc import Sequence
 
 from jenga.arena.large_pages import NULL_PAGE
-from jenga.arena.small_pages import Sharing
 from jenga.policies import NEVER
 from jenga.tables.capacity import Capacity
 from jenga.tables.page_table import Table
@@ -150,10 +149,11 @@ class Growth:
     def further_pages(
         self,
         request: Request,
-        found: Sequence[Sharing | None] | None,
         needs: Sequence[int],
         chunk_tokens: int,
         full_tokens: int,
+        *,
+        is_shared: bool,
     ) -> list[int]:
         """Return the small pages still to take before `full_tokens` tokens, at the peak.
 
@@ -162,11 +162,11 @@ class Growth:
 
         Args:
             request: The request.
-            found: At admission, for each page table, the small pages of the hit. None for a running
-                request.
             needs: Small pages that it takes in this step.
             chunk_tokens: Most tokens that a step computes.
             full_tokens: Number of tokens to reach.
+            is_shared: Whether the request is counted as a user of all its pages. False while it is
+                admitted with a hit.
         """
         facts = request.facts
         peaks = self._capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)
@@ -180,7 +180,7 @@ class Growth:
             if request.has_missing[table.index]:
                 num_kept -= pages[lasting:].count(MISSING)
             passing = {page for page in pages[first:lasting] if page > 0}
-            if found is None:
+            if is_shared:
                 num_kept += sum(page not in small_pages.shares for page in passing)
             else:
                 num_kept += sum(small_pages.stamps[page] >= 0 for page in passing)

@@ -1,25 +1,16 @@
 """A running request as the manager stores it, and the values that the manager hands out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from jenga.arena.small_pages import Sharing
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
 from jenga.policies import RequestFacts
 
 MISSING = -1
 """Entry of a page table whose page must still be allocated, among pages found in the cache."""
-
-
-def host_page(page: int) -> int:
-    """Convert a page of host memory to its mark in a page table of arena pages, or back."""
-    return MISSING - page
-
-
-def is_on_host(page: int) -> bool:
-    """Whether an entry of a hit's page table stands for a page of host memory."""
-    return page < MISSING
 
 
 Version = tuple[object, int, int]
@@ -42,8 +33,9 @@ class PrefixHit:
         pages: Small pages of the prefix, for each page table. In page tables that requests write
             over, these are the pages to copy from. Other entries are:
             - the null page, where no later token reads;
-            - `MISSING`, where a page must be allocated;
-            - a mark for which `is_on_host` is true, where a page must be allocated and loaded.
+            - `MISSING`, where a page must be allocated.
+        host_pages: For each page table, index in `pages` -> page of host memory to load there,
+            rising. The entry of `pages` is `MISSING`.
         has_missing: For each page table, whether a page must be allocated.
         facts: Facts of the request.
         prefix_hashes: Prefix hashes of the request.
@@ -55,10 +47,45 @@ class PrefixHit:
     branch_tokens: int
     limit: int
     pages: tuple[Sequence[int], ...]
+    host_pages: tuple[Mapping[int, int], ...]
     has_missing: tuple[bool, ...]
     facts: RequestFacts = field(repr=False)
     prefix_hashes: Sequence[bytes] = field(repr=False)
     version: Version = field(repr=False)
+
+    def without_tables(self, table_indices: Collection[int]) -> "PrefixHit":
+        """Return this hit without the pages of some page tables."""
+        return replace(
+            self,
+            pages=tuple(
+                () if index in table_indices else pages for index, pages in enumerate(self.pages)
+            ),
+            host_pages=tuple(
+                {} if index in table_indices else pages
+                for index, pages in enumerate(self.host_pages)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitStart:
+    """A hit, and what its request starts with in its first step. Nothing is shared yet.
+
+    Attributes:
+        hit: The hit.
+        pages: For each page table, the pages that the step touches, with `MISSING` where one must
+            be allocated. Empty in page tables that requests write over.
+        has_missing: For each page table, whether some of these pages are `MISSING`.
+        num_found: For each page table, the number of these pages. 0 if some are `MISSING`.
+        sharing: For each page table, the cached pages among them, which get the request as a user.
+            None if there are none.
+    """
+
+    hit: PrefixHit
+    pages: tuple[Sequence[int], ...]
+    has_missing: tuple[bool, ...]
+    num_found: tuple[int, ...]
+    sharing: tuple[Sharing | None, ...]
 
 
 class CopyPath(Enum):
@@ -153,7 +180,7 @@ class Request:
         "step",
     )
 
-    def __init__(self, facts: RequestFacts, num_tables: int) -> None:
+    def __init__(self, facts: RequestFacts, num_tables: int, start: HitStart | None = None) -> None:
         self.owner = 0
         self.facts = facts
         self.num_tokens = self.num_processed_tokens = self.expected_tokens = self.step = 0
@@ -171,6 +198,13 @@ class Request:
         self.num_passed = 0
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.answer: Checkpoint | None = None
+        if start is not None:
+            self.hit_tokens = start.hit.num_tokens
+            self.branch_tokens = start.hit.branch_tokens
+            self.pages = [list(pages) for pages in start.pages]
+            self.has_missing = list(start.has_missing)
+            self.found = list(start.num_found)
+            self.committed = list(start.num_found)
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables
         self.grows_at = self.shrinks_at = self.commits_at = 0

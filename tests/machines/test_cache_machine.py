@@ -17,7 +17,6 @@ from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.spec import ImageEmbedding
-from jenga.tables.request import is_on_host
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
@@ -164,7 +163,10 @@ class CacheMachine(RuleBasedStateMachine):
                 page_tokens = self.geometry.page_tables[index].tokens_per_page
                 end = start + -(-each.num_tokens // page_tokens)
                 held = self.manager.page_table(run.request_id, index)
-                found = [page > 0 or is_on_host(page) for page in pages[start:end]]
+                found = [
+                    page > 0 or number in hit.host_pages[index]
+                    for number, page in enumerate(pages[start:end], start)
+                ]
                 kept = [page > 0 for page in held[start:end]]
                 # Embeddings are not wanted once read; cross attention wants them to the end.
                 is_embedding = isinstance(

@@ -318,6 +318,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
         branch_tokens=16,
         limit=-1,
         pages=([7], [3, 4], [5, 6]),
+        host_pages=({}, {}, {}),
         has_missing=(False, False, False),
         facts=None,
         prefix_hashes=(),
@@ -326,7 +327,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
 
     assert hits.settle(asked, whole) == whole
     assert hits.are_found(asked)
-    assert hits.settle(asked, replace(whole, pages=([7], [3, 4], []))).pages == ([7], [], [])
+    assert hits.settle(asked, replace(whole, pages=([7], [3, 4], []))).pages == ([7], (), ())
     assert not hits.are_found(asked)
 
 
