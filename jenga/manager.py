@@ -333,7 +333,7 @@ class Manager:
                 if num_tokens > request.num_tokens:  # noqa: PLR1730  a call takes longer
                     request.num_tokens = num_tokens
                 request.num_processed_tokens = num_processed_tokens
-                request.step = self._step
+                request.last_step = self._step
                 return self._nothing
         else:
             self._check_step(
@@ -349,9 +349,9 @@ class Manager:
             return self._admit(request_id, num_tokens, hit, facts, full_tokens, reserve_large_pages)
         if num_tokens < request.num_tokens:  # noqa: PLR1730  as above
             num_tokens = request.num_tokens
-        if num_processed_tokens >= request.shrinks_at:
-            self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
+        if num_processed_tokens >= request.shrinks_at:
+            self._growth.give_up(request)
         taken: Sequence[list[int]] = self._nothing
         if full_tokens or num_tokens >= request.grows_at:
             try:
@@ -366,7 +366,7 @@ class Manager:
                 self._entry.note_refusal(request_id)
                 raise
         request.num_tokens = num_tokens
-        request.step = self._step
+        request.last_step = self._step
         return tuple(taken)
 
     def _admit(
@@ -385,14 +385,18 @@ class Manager:
         if hit is not None:
             self._entry.check_time(request_id, hit, self._step)
             start = self.prefix_cache.hits.prepare_start(hit, facts, num_tokens)
-        request = Request(facts, len(self._tables), start)
-        request.owner = self._num_owners + 1
+        request = Request(
+            self._num_owners + 1,
+            facts,
+            len(self._tables),
+            start=start,
+            is_packed=self._entry.was_refused_alone(request_id),
+        )
         if full_tokens > num_tokens and self._requests:
             # Other requests grow while this prompt is computed.
             reserve_large_pages = max(reserve_large_pages, self.occupancy.growth_large_pages)
         reserve_large_pages += self._entry.reserve(start, self._step)
-        request.is_packed = self._entry.was_refused_alone(request_id)
-        self._growth.give_up(request, request.hit_tokens)
+        self._growth.give_up(request)
         try:
             taken = self._taking.take(
                 request_id,
@@ -408,10 +412,11 @@ class Manager:
             self._entry.note_refusal(request_id)
             raise
         request.num_tokens = num_tokens
-        request.step = self._step
+        request.last_step = self._step
         self._num_owners = request.owner
         self._requests[request_id] = request
         if self._prefix_caching and hit is not None:
+            request.prefix_hashes = hit.prefix_hashes
             self._checkpoints.admit(request, hit)
         self._entry.complete(request_id, hit)
         return tuple(taken)
@@ -477,9 +482,9 @@ class Manager:
         request = self._running(request_id)
         check_count("num_processed_tokens", num_processed_tokens)
         self._check_processed(request_id, request, num_processed_tokens)
-        if num_processed_tokens >= request.shrinks_at:
-            self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
+        if num_processed_tokens >= request.shrinks_at:
+            self._growth.give_up(request)
 
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Make the full pages of a request's first tokens available to other requests.
@@ -513,10 +518,11 @@ class Manager:
         if not self._prefix_caching:
             return
         hashed_tokens = len(prefix_hashes) * self._hash_tokens
-        if request.stand is None:
+        if request.checkpoints.last_checkpoint is None:
             # The request was admitted without a lookup.
             asked_tokens = min(hashed_tokens, request.facts.prompt_tokens - 1)
-            self._checkpoints.begin(request, prefix_hashes, asked_tokens=asked_tokens)
+            request.prefix_hashes = prefix_hashes
+            self._checkpoints.begin(request, asked_tokens=asked_tokens)
         if not num_tokens:
             return
         if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
@@ -525,7 +531,7 @@ class Manager:
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         request.prefix_hashes = prefix_hashes
         self.prefix_cache.index_pages(request, prefix_hashes, num_tokens)
-        if request.pending or self._checkpoints.has_to_pass(request):
+        if request.checkpoints.pending or self._checkpoints.has_to_pass(request):
             branches = self._waiting.branch_tokens(request_id)
             self._checkpoints.pass_by(request, request.committed_tokens, branches)
 
@@ -628,7 +634,7 @@ class Manager:
         is_pending = any(
             (table_index, page) in kept
             for request in self._requests.values()
-            for kept in request.pending.values()
+            for kept in request.checkpoints.pending.values()
         )
         return is_pending or table.page_of(prefix_hash) == page
 
@@ -697,11 +703,11 @@ class Manager:
         Raises:
             ValueError: There is no such request or page table.
         """
-        return list(self._running(request_id).pages[self._table(table_index).index])
+        return list(self._running(request_id).pages.small_pages[self._table(table_index).index])
 
     def page_tables(self, request_id: str) -> tuple[list[int], ...]:
         """Return all page tables of a request."""
-        return tuple(list(pages) for pages in self._running(request_id).pages)
+        return tuple(list(pages) for pages in self._running(request_id).pages.small_pages)
 
     def is_running(self, request_id: str) -> bool:
         """Whether a request was admitted and has not ended."""

@@ -117,7 +117,7 @@ class Taking:
                 needs if request.is_packed else growth.apart(request, needs, expected),
                 owner=request.owner,
                 reserve_large_pages=reserve_large_pages,
-                held=request.pages,
+                held=request.pages.small_pages,
                 is_packed=request.is_packed,
             )
             if taken is None:
@@ -218,14 +218,12 @@ class Taking:
         taken = [*self.nothing]
         # Even if the first page tables open large pages, enough are left for the others.
         budget = Budget(slack)
-        for index, expected_pages, max_tokens in needs:
-            pages = request.pages[index]
+        small_pages = request.pages.small_pages
+        for index, expected_pages, _ in needs:
+            pages = small_pages[index]
             beside = pages[-1] if pages else NULL_PAGE
-            new_pages = tables[index].take(1, expected_pages, request.owner, budget, beside)
-            taken[index] = new_pages
-            pages += new_pages
-            request.max_tokens[index] = max_tokens
-        request.grows_at = min(request.max_tokens) + 1
+            taken[index] = tables[index].take(1, expected_pages, request.owner, budget, beside)
+        self._growth.append_next(request, needs, taken)
         self._evictions.note()
         return taken
 

@@ -66,7 +66,7 @@ class Entry:
         start_tokens = hit.num_tokens
         for other_id, shared_tokens in self.waiting.sharers(request_id, start_tokens):
             other = self._requests.get(other_id)
-            if other is None or other.step < step - IDLE_STEPS:
+            if other is None or other.last_step < step - IDLE_STEPS:
                 continue
             start = max(start_tokens, other.num_processed_tokens)
             if start < shared_tokens and any(
@@ -89,7 +89,7 @@ class Entry:
         steps, as a session between two turns, counts as not running. It will not free anything by
         itself.
         """
-        if all(request.step < step - IDLE_STEPS for request in self._requests.values()):
+        if all(request.last_step < step - IDLE_STEPS for request in self._requests.values()):
             return 0
         waiting = self.waiting
         return self._admission.reserve(
@@ -116,7 +116,7 @@ class Entry:
         """Record that a request was admitted."""
         if hit is not None:
             waiting = self.waiting
-            if self._requests[request_id].past == Past.TURN:
+            if self._requests[request_id].checkpoints.points_past == Past.TURN:
                 # No other request reads the prefix that a conversation continues.
                 reread_tokens = waiting.reread_by(request_id)
             else:

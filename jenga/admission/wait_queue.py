@@ -17,6 +17,7 @@ from jenga.policies import RequestFacts
 from jenga.prefix.checkpoint_tree import IMAGE, CheckpointTree
 from jenga.prefix.lookup import longest_prefix
 from jenga.tables.page_table import Table
+from jenga.tables.request import Version
 
 FIRST_POSITION = 1 << 35
 """Position of the first waiting request. As many requests can be put before it as after it."""
@@ -32,6 +33,9 @@ Requests further behind read their pages too late for these to be kept.
 
 WAITED_STEPS = 2
 """Steps that begin before a request counts as waiting. The first of them may admit it."""
+
+NO_VERSION = Version(None, 0, 0)
+"""Version of hits that no request will start from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +245,7 @@ class Waiting:
             waiter.prefix_hashes,
             waiter.facts,
             max_tokens=asked_tokens,
-            version=(None, 0, 0),
+            version=NO_VERSION,
         )
         waiter.reread_tokens = self._shared_tokens(waiter)
         waiter.branch_tokens = max(hit.num_tokens, waiter.reread_tokens)

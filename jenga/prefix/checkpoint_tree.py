@@ -29,6 +29,7 @@ from jenga.eviction.policy import EvictionPolicy
 from jenga.policies import NEVER, RequestFacts
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
+from jenga.tables.request import StatePage
 
 IMAGE = "image"
 """First element of the names of images among names of points."""
@@ -301,7 +302,7 @@ class CheckpointTree:
         kind: Kind,
         past: Past,
         *,
-        state_pages: Sequence[tuple[int, int]] = (),
+        state_pages: Sequence[StatePage] = (),
     ) -> Checkpoint | None:
         """Keep all pages that a request needs to go on from a point of a text.
 
@@ -734,7 +735,7 @@ class CheckpointTree:
         node.alone_bytes += num_new * table.spec.small_page_bytes
 
     def _pin_states(
-        self, node: Checkpoint, point_key: Hashable, given: Sequence[tuple[int, int]]
+        self, node: Checkpoint, point_key: Hashable, given: Sequence[StatePage]
     ) -> None:
         """Give a node the states of its point: the cached ones, or else the given ones.
 
@@ -751,13 +752,13 @@ class CheckpointTree:
                 table.leave_pages([page])
             else:
                 self._pin(node, table, [page])
-        self._release(list(page_of.items()))
+        self._release(list(map(StatePage._make, page_of.items())))
 
-    def _release(self, pages: Sequence[tuple[int, int]]) -> None:
+    def _release(self, pages: Sequence[StatePage]) -> None:
         for index, page in pages:
             self._tables[index].pages.release([page])
 
-    def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[tuple[int, int]]:
+    def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[StatePage]:
         """Take away the states of a checkpoint that no request has read. It is not kept any more.
 
         Args:
@@ -766,13 +767,13 @@ class CheckpointTree:
                 The node may stay until then, to be extended. `prune` must be called afterwards.
 
         Returns:
-            Index of a page table, and its page, which has one user then, for each state. Empty if
-            the checkpoint is gone or was read, or if its states are in use or shared.
+            A page for each state, which has one user then. Empty if the checkpoint is gone or was
+            read, or if its states are in use or shared.
         """
         if not node.is_kept or node.point.past == Past.READ:
             return []
         states = [
-            (index, pages[0])
+            StatePage(index, pages[0])
             for index, pages in node.alone
             if self._tables[index].policy.is_overwritten
         ]

@@ -28,7 +28,7 @@ from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import Evictions
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import MISSING, CopyPath, PageCopy, PrefixHit, Request
+from jenga.tables.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, StatePage
 
 ANSWER_TOKENS = 64
 """Tokens of an answer between two kept states. Copies then take a 64th of the time of updates."""
@@ -115,18 +115,18 @@ class Checkpoints:
             if table.policy.names_images and hit.pages[table.index]:
                 pages = [page for page in hit.pages[table.index] if page > 0]
                 self._tree.read_images(table, pages)
-        self.begin(request, hit.prefix_hashes, asked_tokens=hit.asked_tokens)
+        self.begin(request, asked_tokens=hit.asked_tokens)
 
-    def begin(self, request: Request, prefix_hashes: Sequence[bytes], *, asked_tokens: int) -> None:
+    def begin(self, request: Request, *, asked_tokens: int) -> None:
         """Plan the checkpoints of a request whose text has just become known.
 
         Args:
-            request: The request. If it was admitted with a hit, it has the pages of the hit.
-            prefix_hashes: Hash i covers its first `(i + 1) * hash_tokens` tokens.
+            request: The request, with its prefix hashes. If it was admitted with a hit, it has the
+                pages of the hit.
             asked_tokens: Number of tokens that it could have started from.
         """
         tree, facts = self._tree, request.facts
-        hashes = request.prefix_hashes = prefix_hashes
+        hashes = request.prefix_hashes
         hit_tokens, prompt_tokens = request.hit_tokens, facts.prompt_tokens
         admitted = tree.admit(
             hashes,
@@ -135,8 +135,8 @@ class Checkpoints:
             asked_tokens=asked_tokens,
             computed_bytes=(prompt_tokens - hit_tokens) * self._token_bytes + self._fixed_bytes,
         )
-        request.past = admitted.past
-        request.num_passed = hit_tokens
+        request.checkpoints.points_past = admitted.past
+        request.checkpoints.num_passed = hit_tokens
         stand = tree.stand_of(hashes, facts, hit_tokens)
         branch_tokens = self._aligned(request.branch_tokens)
         is_kept_here = stand.is_kept and stand.num_tokens == hit_tokens
@@ -145,8 +145,8 @@ class Checkpoints:
             # The hit had no checkpoint here, and now a second text goes on from it.
             here = tree.keep(stand, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
             stand = here or stand
-        request.stand = stand
-        plan = request.plan
+        request.checkpoints.last_checkpoint = stand
+        plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
         if tree.has_alone:
             plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
@@ -174,7 +174,7 @@ class Checkpoints:
             request: The request.
             branches: Numbers of tokens after which a waiting request parts from its text.
         """
-        plan, passed = request.plan, request.num_passed
+        plan, passed = request.checkpoints.plan, request.checkpoints.num_passed
         if branches:
             # Generated tokens have states in few places, for which no request can ask.
             end = request.facts.prompt_tokens if self.states else request.num_tokens
@@ -189,10 +189,10 @@ class Checkpoints:
 
     def enter_images(self, request: Request, table: Table, start: int) -> None:
         """Keep images whose pages, from the request's page `start` on, can be found now."""
-        end = request.committed[table.index]
+        end = request.pages.num_committed[table.index]
         if start < end:
-            pages = [page for page in request.pages[table.index][start:end] if page > 0]
-            self._tree.keep_images(table, pages, request.past)
+            pages = [page for page in request.pages.small_pages[table.index][start:end] if page > 0]
+            self._tree.keep_images(table, pages, request.checkpoints.points_past)
 
     def begin_step(self) -> None:
         """Make the checkpoints whose states the step before has written.
@@ -224,10 +224,10 @@ class Checkpoints:
         Returns:
             Whether there are pages for the copies, or the states are kept already.
         """
-        answer = request.answer
+        answer = request.checkpoints.answer
         if self._tree.has_states(key):
-            request.pending.setdefault(num_tokens, [])
-        elif num_tokens not in request.pending:
+            request.checkpoints.pending.setdefault(num_tokens, [])
+        elif num_tokens not in request.checkpoints.pending:
             pages = self._state_pages(request, num_tokens)
             if pages is None:
                 return False
@@ -237,7 +237,7 @@ class Checkpoints:
                     _running_page(request, self._tables[index], num_tokens),
                     page,
                 )
-            request.pending[num_tokens] = pages
+            request.checkpoints.pending[num_tokens] = pages
             self.num_states_kept += 1
         if in_passing:
             self._in_passing[request.owner] = request
@@ -247,12 +247,12 @@ class Checkpoints:
             self._tree.prune(answer)
         return True
 
-    def _state_pages(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+    def _state_pages(self, request: Request, num_tokens: int) -> list[StatePage] | None:
         """Get pages for states, each with one user.
 
         They are those of the answer's last checkpoint, or new ones. None if neither can be had.
         """
-        answer = request.answer
+        answer = request.checkpoints.answer
         if num_tokens > request.facts.prompt_tokens and answer is not None:
             pages = self._tree.take_states(answer, next_tokens=num_tokens)
             if pages:
@@ -265,11 +265,11 @@ class Checkpoints:
         if taken is None:
             return None
         self._evictions.note()
-        return [(table.index, taken[table.index][0]) for table in self.states]
+        return [StatePage(table.index, taken[table.index][0]) for table in self.states]
 
     def has_to_pass(self, request: Request) -> bool:
         """Whether a request may still leave checkpoints, in a model without states."""
-        return not self.states and request.num_passed < request.facts.prompt_tokens
+        return not self.states and request.checkpoints.num_passed < request.facts.prompt_tokens
 
     def pass_by(self, request: Request, num_tokens: int, branches: Collection[int] = ()) -> None:
         """Make the checkpoints that a request has passed.
@@ -281,21 +281,25 @@ class Checkpoints:
         """
         final_tokens = num_tokens - self._ahead_tokens
         plan = self.planned(request, branches)
-        places = request.pending if self.states else plan
+        places = request.checkpoints.pending if self.states else plan
         for tokens in sorted(tokens for tokens in places if tokens <= final_tokens):
             is_answer = tokens > request.facts.prompt_tokens
             kind = plan.get(tokens, Kind.ANSWER_END if is_answer else Kind.BRANCH)
             self._make(request, tokens, kind)
-            request.num_passed = max(request.num_passed, tokens)
+            request.checkpoints.num_passed = max(request.checkpoints.num_passed, tokens)
         if not self.states:
             # With states, a state may be kept after its tokens are final, so these places are not
             # passed yet.
-            request.num_passed = max(request.num_passed, final_tokens)
+            request.checkpoints.num_passed = max(request.checkpoints.num_passed, final_tokens)
 
     def _make(self, request: Request, num_tokens: int, kind: Kind) -> None:
-        pages = request.pending.pop(num_tokens, ())
-        if request.stand is not None and self._tree.turns_down(
-            request.stand, request.prefix_hashes, num_tokens, kind, request.past
+        pages = request.checkpoints.pending.pop(num_tokens, ())
+        if request.checkpoints.last_checkpoint is not None and self._tree.turns_down(
+            request.checkpoints.last_checkpoint,
+            request.prefix_hashes,
+            num_tokens,
+            kind,
+            request.checkpoints.points_past,
         ):
             return
         node = self._keep(request, num_tokens, kind, pages)
@@ -305,19 +309,22 @@ class Checkpoints:
             for index, page in pages:
                 self._tables[index].pages.release([page])
             return
-        if kind == Kind.ANSWER_END and node is not request.answer:
+        if kind == Kind.ANSWER_END and node is not request.checkpoints.answer:
             self._drop_answer(request)
             # A checkpoint that another request has kept is left to that request.
-            request.answer = node if pages else None
-        if request.stand is None or node.num_tokens > request.stand.num_tokens:
-            request.stand = node
+            request.checkpoints.answer = node if pages else None
+        if (
+            request.checkpoints.last_checkpoint is None
+            or node.num_tokens > request.checkpoints.last_checkpoint.num_tokens
+        ):
+            request.checkpoints.last_checkpoint = node
 
     def _drop_answer(self, request: Request) -> None:
         """Drop the states of an answer's last checkpoint from host memory, as a later one exists.
 
         They stay if the checkpoint is still kept, or if another request has read it.
         """
-        answer = request.answer
+        answer = request.checkpoints.answer
         if self._host is None or answer is None or answer.is_kept:
             return
         key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
@@ -327,17 +334,17 @@ class Checkpoints:
                 self._host.drop(table, key)
 
     def _keep(
-        self, request: Request, num_tokens: int, kind: Kind, pages: Sequence[tuple[int, int]]
+        self, request: Request, num_tokens: int, kind: Kind, pages: Sequence[StatePage]
     ) -> Checkpoint | None:
-        if request.stand is None:
+        if request.checkpoints.last_checkpoint is None:
             return None
         return self._tree.keep(
-            request.stand,
+            request.checkpoints.last_checkpoint,
             request.prefix_hashes,
             request.facts,
             num_tokens,
             kind,
-            request.past,
+            request.checkpoints.points_past,
             state_pages=pages,
         )
 
@@ -368,14 +375,17 @@ class Checkpoints:
         self.pass_by(request, request.committed_tokens, branches)
         if not self.states:
             last = self._aligned(request.committed_tokens)
-            if request.stand is not None and last > request.stand.num_tokens:
+            if (
+                request.checkpoints.last_checkpoint is not None
+                and last > request.checkpoints.last_checkpoint.num_tokens
+            ):
                 is_answer = last >= self._aligned(facts.prompt_tokens)
                 self._make(request, last, Kind.ANSWER_END if is_answer else Kind.PROMPT_END)
-        for pages in request.pending.values():
+        for pages in request.checkpoints.pending.values():
             for index, page in pages:
                 self._tables[index].pages.release([page])
-        request.pending.clear()
-        request.answer = request.stand = None
+        request.checkpoints.pending.clear()
+        request.checkpoints.answer = request.checkpoints.last_checkpoint = None
 
     # Starting from a checkpoint
 
@@ -439,5 +449,5 @@ class Checkpoints:
 
 def _running_page(request: Request, table: Table, num_tokens: int) -> int:
     """Return the page of a request's state after `num_tokens` tokens."""
-    pages = request.pages[table.index]
+    pages = request.pages.small_pages[table.index]
     return pages[num_tokens % len(pages)]

@@ -349,7 +349,7 @@ class HostCache:
             table = self._tables[index]
             self._loaded_bytes += len(pages) * table.spec.small_page_bytes
             if not table.policy.is_overwritten:
-                own_pages = request.pages[index]
+                own_pages = request.pages.small_pages[index]
                 for number, source in hit.host_pages[index].items():
                     if number < len(own_pages) and own_pages[number] > 0:
                         self._copies.order_copy(

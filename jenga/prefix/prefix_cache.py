@@ -155,7 +155,7 @@ class PrefixCache:
         num_losses = self._num_losses + self.tree.num_lost_bytes + self.checkpoints.num_replaced
         if self.host is not None:
             num_losses += self.host.num_lost
-        return self._owner, self._large_pages.num_evicted, num_losses
+        return Version(self._owner, self._large_pages.num_evicted, num_losses)
 
     def find_prefix(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, *, max_tokens: int
@@ -177,7 +177,7 @@ class PrefixCache:
         Raises:
             ValueError: The hit is of another manager, or its pages were lost since.
         """
-        if hit.version[0] is not self._owner:
+        if hit.version.cache is not self._owner:
             msg = "hit must have been looked up in this manager, got one of another"
             raise ValueError(msg)
         if hit.version != self._version:
@@ -211,7 +211,7 @@ class PrefixCache:
             num_tokens: Number of tokens whose content is final.
         """
         # Images have keys of their own. They are found even if few tokens are hashed.
-        facts, committed = request.facts, request.committed
+        facts, committed = request.facts, request.pages.num_committed
         for index, table in enumerate(self._tables):
             end = table.policy.final_pages(facts, num_tokens, table.grain)
             start = committed[index]

@@ -71,12 +71,12 @@ class Table:
         Returns:
             Whether older pages were replaced.
         """
-        start = request.committed[self.index]
+        start = request.pages.num_committed[self.index]
         if self.cache is None or start >= end:
             return False
         keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
-        request.committed[self.index] = start + len(keys)
-        pages = request.pages[self.index][start : start + len(keys)]
+        request.pages.num_committed[self.index] = start + len(keys)
+        pages = request.pages.small_pages[self.index][start : start + len(keys)]
         if len(keys) == 1 and self.cache.enter_page(pages[0], keys[0]):
             return False
         others = self.cache.enter(pages, keys)
@@ -104,15 +104,15 @@ class Table:
         Returns:
             Whether there were any.
         """
-        first = request.first[self.index]
-        end = min(end, request.committed[self.index])
+        first = request.pages.num_given_up[self.index]
+        end = min(end, request.pages.num_committed[self.index])
         if self.cache is None or first >= end:
             return False
         keys = self.policy.content_keys(
             request.facts, request.prefix_hashes, self.grain, range(first, end)
         )
         key_of = self.cache.keys
-        pages = request.pages[self.index]
+        pages = request.pages.small_pages[self.index]
         missing = [
             (pages[number], key)
             for number, key in enumerate(keys, first)
@@ -172,9 +172,9 @@ class Table:
     def end(self, request: Request) -> None:
         """Release the pages that an ending request still has."""
         index = self.index
-        first = request.first[index]
-        num_found = max(0, request.found[index] - first)
-        self.leave_pages(request.pages[index][first:], num_cached=num_found)
+        first = request.pages.num_given_up[index]
+        num_found = max(0, request.pages.num_found[index] - first)
+        self.leave_pages(request.pages.small_pages[index][first:], num_cached=num_found)
 
     def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
         """Remove one user from each page. Unused pages become evictable if cached, else empty.
