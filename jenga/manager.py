@@ -5,10 +5,10 @@ It is the only module that knows the allocator, the prefix cache and the policie
 
 from collections.abc import Sequence
 
-from jenga.admission.allocation import Taking
-from jenga.admission.gate import Entry
-from jenga.admission.reserve import STEP_TOKENS, Admission, default_left_share
-from jenga.admission.wait_queue import Waiting
+from jenga.admission.allocation import PageAllocation
+from jenga.admission.gate import AdmissionGate
+from jenga.admission.reserve import STEP_TOKENS, CacheReserve, default_left_share
+from jenga.admission.wait_queue import WaitQueue
 from jenga.arena.allocator import Allocator
 from jenga.checks import check_count, check_multiple
 from jenga.errors import OutOfPagesError, PutOffError
@@ -159,7 +159,7 @@ class Manager:
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in tables
         )
-        self._waiting = Waiting(
+        self._wait_queue = WaitQueue(
             tables,
             self.prefix_cache.tree,
             hash_tokens=hash_tokens,
@@ -168,13 +168,13 @@ class Manager:
         )
         if left_share is None:
             left_share = default_left_share(has_host=num_host_large_pages > 0)
-        admission = Admission(allocator, left_share, step_tokens)
-        self._entry = Entry(self._requests, self._checkpoints, self._waiting, admission)
+        reserve = CacheReserve(allocator, left_share, step_tokens)
+        self._gate = AdmissionGate(self._requests, self._checkpoints, self._wait_queue, reserve)
         self._growth = Growth(tables, self.capacity)
-        self._taking = Taking(
+        self._allocation = PageAllocation(
             allocator, self._growth, self.prefix_cache, in_flight_tokens=in_flight_tokens
         )
-        self._nothing = self._taking.nothing
+        self._no_pages = self._allocation.no_pages
         self._num_owners = 0
 
     def new_step(self) -> None:
@@ -184,8 +184,8 @@ class Manager:
         """
         self._step += 1
         self.prefix_cache.begin_step()
-        self._waiting.begin_step(self._step)
-        self._entry.begin_step()
+        self._wait_queue.begin_step(self._step)
+        self._gate.begin_step()
 
     # The life of a request
 
@@ -221,7 +221,7 @@ class Manager:
             raise ValueError(msg)
         check_count("num_tokens", num_tokens, least=1)
         facts = self._served(facts, num_tokens)
-        self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
+        self._wait_queue.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
 
     def _served(self, facts: RequestFacts | None, prompt_tokens: int) -> RequestFacts:
         """Return the given facts, or by default those of a prompt of text alone.
@@ -243,12 +243,12 @@ class Manager:
         nothing. If admitted without a hit, it opens no large page that it can do without. The
         answer of `can_ever_fit` then holds for it.
         """
-        return not self._requests and self._entry.was_refused_alone(request_id)
+        return not self._requests and self._gate.was_refused_alone(request_id)
 
     def withdraw(self, request_id: str) -> None:
         """Remove a request from the wait queue, if it is there. A running request is left alone."""
         if request_id not in self._requests:
-            self._waiting.forget(request_id)
+            self._wait_queue.drop_request(request_id)
 
     def lookup(
         self,
@@ -334,7 +334,7 @@ class Manager:
                     request.num_tokens = num_tokens
                 request.num_processed_tokens = num_processed_tokens
                 request.last_step = self._step
-                return self._nothing
+                return self._no_pages
         else:
             self._check_step(
                 request_id,
@@ -352,10 +352,10 @@ class Manager:
         request.num_processed_tokens = num_processed_tokens
         if num_processed_tokens >= request.shrinks_at:
             self._growth.give_up(request)
-        taken: Sequence[list[int]] = self._nothing
+        taken: Sequence[list[int]] = self._no_pages
         if full_tokens or num_tokens >= request.grows_at:
             try:
-                taken = self._taking.take(
+                taken = self._allocation.allocate_pages(
                     request_id,
                     request,
                     num_tokens,
@@ -363,7 +363,7 @@ class Manager:
                     reserve_large_pages=reserve_large_pages,
                 )
             except OutOfPagesError:
-                self._entry.note_refusal(request_id)
+                self._gate.record_refusal(request_id)
                 raise
         request.num_tokens = num_tokens
         request.last_step = self._step
@@ -383,22 +383,22 @@ class Manager:
         facts = self._served(facts, 0)
         start = None
         if hit is not None:
-            self._entry.check_time(request_id, hit, self._step)
+            self._gate.refuse_if_early(request_id, hit, self._step)
             start = self.prefix_cache.hits.prepare_start(hit, facts, num_tokens)
         request = Request(
             self._num_owners + 1,
             facts,
             len(self._tables),
             start=start,
-            is_packed=self._entry.was_refused_alone(request_id),
+            is_packed=self._gate.was_refused_alone(request_id),
         )
         if full_tokens > num_tokens and self._requests:
             # Other requests grow while this prompt is computed.
             reserve_large_pages = max(reserve_large_pages, self.occupancy.growth_large_pages)
-        reserve_large_pages += self._entry.reserve(start, self._step)
+        reserve_large_pages += self._gate.reserved_large_pages(start, self._step)
         self._growth.give_up(request)
         try:
-            taken = self._taking.take(
+            taken = self._allocation.allocate_pages(
                 request_id,
                 request,
                 num_tokens,
@@ -409,7 +409,7 @@ class Manager:
         except PutOffError:
             raise
         except OutOfPagesError:
-            self._entry.note_refusal(request_id)
+            self._gate.record_refusal(request_id)
             raise
         request.num_tokens = num_tokens
         request.last_step = self._step
@@ -417,8 +417,8 @@ class Manager:
         self._requests[request_id] = request
         if self._prefix_caching and hit is not None:
             request.prefix_hashes = hit.prefix_hashes
-            self._checkpoints.admit(request, hit)
-        self._entry.complete(request_id, hit)
+            self._checkpoints.admit_request(request, hit)
+        self._gate.record_admission(request_id, hit)
         return tuple(taken)
 
     def _check_step(  # noqa: PLR0913  as `allocate`
@@ -522,7 +522,7 @@ class Manager:
             # The request was admitted without a lookup.
             asked_tokens = min(hashed_tokens, request.facts.prompt_tokens - 1)
             request.prefix_hashes = prefix_hashes
-            self._checkpoints.begin(request, asked_tokens=asked_tokens)
+            self._checkpoints.plan_checkpoints(request, asked_tokens=asked_tokens)
         if not num_tokens:
             return
         if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
@@ -531,21 +531,21 @@ class Manager:
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         request.prefix_hashes = prefix_hashes
         self.prefix_cache.index_pages(request, prefix_hashes, num_tokens)
-        if request.checkpoints.pending or self._checkpoints.has_to_pass(request):
-            branches = self._waiting.branch_tokens(request_id)
-            self._checkpoints.pass_by(request, request.committed_tokens, branches)
+        if request.checkpoints.pending or self._checkpoints.may_pass_more(request):
+            branches = self._wait_queue.branch_tokens(request_id)
+            self._checkpoints.make_passed(request, request.committed_tokens, branches)
 
     def free(self, request_id: str) -> None:
         """End a request that finished, was aborted or is preempted."""
         request = self._running(request_id)
         if self._prefix_caching:
-            self._checkpoints.end(request, self._waiting.branch_tokens(request_id))
+            self._checkpoints.end_request(request, self._wait_queue.branch_tokens(request_id))
         for table in self._tables:
-            table.end(request)
-        self._taking.forget(request_id)
+            table.release_request(request)
+        self._allocation.forget_promise(request_id)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
-        self._waiting.forget(request_id)
+        self._wait_queue.drop_request(request_id)
 
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return token counts at which this prompt's states are worth keeping.
@@ -562,7 +562,7 @@ class Manager:
         request = self._running(request_id)
         if not self._prefix_caching:
             return ()
-        return tuple(self._entry.checkpoint_tokens(request_id, request))
+        return tuple(self._gate.checkpoint_tokens(request_id, request))
 
     def _running(self, request_id: str) -> Request:
         request = self._requests.get(request_id)
@@ -660,7 +660,7 @@ class Manager:
         """
         check_count("num_tokens", num_tokens)
         prefetch = self.prefix_cache.prefetch
-        return prefetch.order(num_tokens) if prefetch is not None else []
+        return prefetch.prefetch_pages(num_tokens) if prefetch is not None else []
 
     def save_ahead(self) -> list[PageCopy]:
         """Return copies to host memory that may run during the kernels of the step about to run.
@@ -671,7 +671,7 @@ class Manager:
         before those of the next step begin.
         """
         write_back = self.prefix_cache.write_back
-        return write_back.order() if write_back is not None else []
+        return write_back.write_back_pages() if write_back is not None else []
 
     def take_changes(self) -> list[CacheChange]:
         """Return which content can be found, or no longer found, since the last call, in order.
@@ -775,5 +775,5 @@ class Manager:
         """Raise `InvariantError` unless requests, allocator, cache and queue agree."""
         self.occupancy.check()
         self.prefix_cache.check()
-        self._taking.check(self._requests)
-        self._waiting.check()
+        self._allocation.check(self._requests)
+        self._wait_queue.check()

@@ -414,9 +414,9 @@ def test_the_check_finds_pages_promised_to_a_request_that_does_not_run():
     manager = manager_of(cut, 1 + 14)
     manager.allocate("first", num_tokens=64, full_tokens=160)
     manager.check()
-    promises = dict(manager._taking._promises)
+    promises = dict(manager._allocation._promises)
     manager.free("first")
-    manager._taking._promises.update(promises)
+    manager._allocation._promises.update(promises)
 
     with pytest.raises(InvariantError, match="promised to request 'first'"):
         manager.check()

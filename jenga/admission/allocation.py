@@ -12,21 +12,21 @@ from jenga.tables.growth import Growth
 from jenga.tables.request import HitStart, Request
 
 
-class Taking:
+class PageAllocation:
     """Takes small pages for requests: all that a step needs, or none."""
 
     __slots__ = (
         "_allocator",
         "_checkpoints",
-        "_evictions",
+        "_eviction_notices",
         "_growth",
         "_hits",
         "_host",
         "_in_flight_tokens",
-        "_no_pages",
+        "_no_needs",
         "_prefetch",
         "_promises",
-        "nothing",
+        "no_pages",
     )
 
     def __init__(
@@ -49,17 +49,17 @@ class Taking:
         self._growth = growth
         self._hits = prefix_cache.hits
         self._checkpoints = prefix_cache.checkpoints
-        self._evictions = prefix_cache.evictions
+        self._eviction_notices = prefix_cache.eviction_notices
         self._in_flight_tokens = in_flight_tokens
         self._host = prefix_cache.host
         self._prefetch = prefix_cache.prefetch
         # Request id -> the request, and the small pages of each page table that it will still take
         # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
-        self._no_pages = [0] * len(allocator.tables)
-        self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
+        self._no_needs = [0] * len(allocator.tables)
+        self.no_pages: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
-    def take(
+    def allocate_pages(
         self,
         request_id: str,
         request: Request,
@@ -89,7 +89,7 @@ class Taking:
         """
         growth = self._growth
         if not full_tokens and start is None and not request.is_packed:
-            taken = self._take_next(request, num_tokens, reserve_large_pages)
+            taken = self._allocate_next(request, num_tokens, reserve_large_pages)
             if taken is not None:
                 return taken
         needs = growth.needs(request, num_tokens)
@@ -101,16 +101,16 @@ class Taking:
         if full_tokens:
             others = self.promised_beside(request_id)
             all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
-            self._require(request_id, all_needs, start, reserve_large_pages)
+            self._require_room(request_id, all_needs, start, reserve_large_pages)
         if start is not None:
-            self._require(request_id, needs, start, reserve_large_pages)
+            self._require_room(request_id, needs, start, reserve_large_pages)
             if self._prefetch is not None:
-                self._prefetch.check(request_id, start.hit, reserve_large_pages)
+                self._prefetch.refuse_unloaded(request_id, start.hit, reserve_large_pages)
             # Sharing makes pages used. From here on nothing may be refused.
             self._hits.share_pages(start)
             if self._host is not None:
-                self._host.pin(start.hit)
-        taken: Sequence[list[int]] | None = self.nothing
+                self._host.pin_hit(start.hit)
+        taken: Sequence[list[int]] | None = self.no_pages
         if any(needs):
             taken = self._allocator.take(
                 needs,
@@ -121,16 +121,16 @@ class Taking:
                 is_packed=request.is_packed,
             )
             if taken is None:
-                self._require(request_id, needs, None, reserve_large_pages)
+                self._require_room(request_id, needs, None, reserve_large_pages)
                 msg = f"{needs} small pages can be had and cannot"
                 raise InvariantError(msg)
-            self._evictions.note()
+            self._eviction_notices.deliver()
             growth.append(request, taken)
         if start is not None:
             # This comes first, because a loaded page may overwrite a state that was kept.
-            self._checkpoints.start_from(request, start.hit)
+            self._checkpoints.copy_states(request, start.hit)
             if self._host is not None:
-                self._host.load(start.hit, request)
+                self._host.order_loads(start.hit, request)
         request.expected_tokens = expected_tokens
         if any(later):
             self._promises[request_id] = request, later
@@ -158,7 +158,7 @@ class Taking:
                 with a hit.
         """
         if expected_tokens <= num_tokens:
-            return self._no_pages
+            return self._no_needs
         start_tokens = request.num_processed_tokens
         chunk_tokens = max(
             num_tokens - start_tokens, min(self._in_flight_tokens, expected_tokens - start_tokens)
@@ -168,7 +168,7 @@ class Taking:
         )
         return list(map(sub, further, needs))
 
-    def forget(self, request_id: str) -> None:
+    def forget_promise(self, request_id: str) -> None:
         """Record that a request has ended: no pages are promised to it any more."""
         self._promises.pop(request_id, None)
 
@@ -198,10 +198,10 @@ class Taking:
                 msg = f"{pages} small pages are promised to request {name!r}"
                 raise InvariantError(msg)
 
-    def _take_next(
+    def _allocate_next(
         self, request: Request, num_tokens: int, reserve_large_pages: int
     ) -> Sequence[list[int]] | None:
-        """Do the work of `take` in the common case: few new pages, and room for all of them.
+        """Do the work of `allocate_pages` in the common case: few new pages, and room for them.
 
         That is, each page table needs at most one page, and each could open a large page for it.
 
@@ -215,7 +215,7 @@ class Taking:
         needs = self._growth.next_needs(request, num_tokens)
         if needs is None:
             return None
-        taken = [*self.nothing]
+        taken = [*self.no_pages]
         # Even if the first page tables open large pages, enough are left for the others.
         budget = Budget(slack)
         small_pages = request.pages.small_pages
@@ -224,10 +224,10 @@ class Taking:
             beside = pages[-1] if pages else NULL_PAGE
             taken[index] = tables[index].take(1, expected_pages, request.owner, budget, beside)
         self._growth.append_next(request, needs, taken)
-        self._evictions.note()
+        self._eviction_notices.deliver()
         return taken
 
-    def _require(
+    def _require_room(
         self,
         request_id: str,
         needs: list[int],

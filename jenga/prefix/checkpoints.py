@@ -25,7 +25,7 @@ from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
 from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
 from jenga.prefix.copy_orders import CopyOrders
-from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
 from jenga.tables.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, StatePage
@@ -50,7 +50,7 @@ class Checkpoints:
         "_align_tokens",
         "_allocator",
         "_copies",
-        "_evictions",
+        "_eviction_notices",
         "_fixed_bytes",
         "_hash_tokens",
         "_host",
@@ -70,7 +70,7 @@ class Checkpoints:
         tables: Sequence[Table],
         allocator: Allocator,
         tree: CheckpointTree,
-        evictions: Evictions,
+        eviction_notices: EvictionNotices,
         copies: CopyOrders,
         *,
         hash_tokens: int,
@@ -84,7 +84,7 @@ class Checkpoints:
             tables: All page tables.
             allocator: Source of the pages for copies.
             tree: Tree that keeps the checkpoints.
-            evictions: Told when an allocation has evicted pages.
+            eviction_notices: Told when an allocation has evicted pages.
             copies: Receives the copies that must be made.
             hash_tokens: Number of tokens that each further prefix hash covers.
             answer_tokens: Number of tokens between two kept states of an answer. 0 keeps none.
@@ -95,7 +95,7 @@ class Checkpoints:
         self.states = tuple(table for table in tables if table.policy.is_overwritten)
         self._allocator = allocator
         self._tree = tree
-        self._evictions = evictions
+        self._eviction_notices = eviction_notices
         self._copies = copies
         self._hash_tokens = hash_tokens
         self._align_tokens = tree.align_tokens
@@ -109,15 +109,15 @@ class Checkpoints:
 
     # Places of checkpoints
 
-    def admit(self, request: Request, hit: PrefixHit) -> None:
+    def admit_request(self, request: Request, hit: PrefixHit) -> None:
         """Plan the checkpoints of an admitted request whose hit pages are shared already."""
         for table in self._tables:
             if table.policy.names_images and hit.pages[table.index]:
                 pages = [page for page in hit.pages[table.index] if page > 0]
                 self._tree.read_images(table, pages)
-        self.begin(request, asked_tokens=hit.asked_tokens)
+        self.plan_checkpoints(request, asked_tokens=hit.asked_tokens)
 
-    def begin(self, request: Request, *, asked_tokens: int) -> None:
+    def plan_checkpoints(self, request: Request, *, asked_tokens: int) -> None:
         """Plan the checkpoints of a request whose text has just become known.
 
         Args:
@@ -137,15 +137,15 @@ class Checkpoints:
         )
         request.checkpoints.points_past = admitted.past
         request.checkpoints.num_passed = hit_tokens
-        stand = tree.stand_of(hashes, facts, hit_tokens)
+        node_before = tree.last_node(hashes, facts, hit_tokens)
         branch_tokens = self._aligned(request.branch_tokens)
-        is_kept_here = stand.is_kept and stand.num_tokens == hit_tokens
+        is_kept_here = node_before.is_kept and node_before.num_tokens == hit_tokens
         is_branch = 0 < hit_tokens == branch_tokens
         if is_branch and not is_kept_here and not self.states:
             # The hit had no checkpoint here, and now a second text goes on from it.
-            here = tree.keep(stand, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
-            stand = here or stand
-        request.checkpoints.last_checkpoint = stand
+            here = tree.keep(node_before, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
+            node_before = here or node_before
+        request.checkpoints.last_checkpoint = node_before
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
         if tree.has_alone:
@@ -206,7 +206,7 @@ class Checkpoints:
     def keep_written(self, request: Request) -> None:
         """Do the work of `begin_step` for one request."""
         if self._in_passing.pop(request.owner, None) is not None:
-            self.pass_by(request, request.committed_tokens)
+            self.make_passed(request, request.committed_tokens)
 
     def keep_state(
         self, request: Request, key: bytes, num_tokens: int, *, in_passing: bool
@@ -242,7 +242,7 @@ class Checkpoints:
         if in_passing:
             self._in_passing[request.owner] = request
         else:
-            self.pass_by(request, request.committed_tokens)
+            self.make_passed(request, request.committed_tokens)
         if answer is not None:
             self._tree.prune(answer)
         return True
@@ -264,14 +264,16 @@ class Checkpoints:
         taken = self._allocator.take(needs, needs, owner=request.owner)
         if taken is None:
             return None
-        self._evictions.note()
+        self._eviction_notices.deliver()
         return [StatePage(table.index, taken[table.index][0]) for table in self.states]
 
-    def has_to_pass(self, request: Request) -> bool:
+    def may_pass_more(self, request: Request) -> bool:
         """Whether a request may still leave checkpoints, in a model without states."""
         return not self.states and request.checkpoints.num_passed < request.facts.prompt_tokens
 
-    def pass_by(self, request: Request, num_tokens: int, branches: Collection[int] = ()) -> None:
+    def make_passed(
+        self, request: Request, num_tokens: int, branches: Collection[int] = ()
+    ) -> None:
         """Make the checkpoints that a request has passed.
 
         Args:
@@ -361,7 +363,7 @@ class Checkpoints:
                 has_entered |= table.enter_missing(request, end)
         return has_entered
 
-    def end(self, request: Request, branches: Collection[int]) -> None:
+    def end_request(self, request: Request, branches: Collection[int]) -> None:
         """Leave the last checkpoints of a request that ends. The request still has its pages.
 
         Args:
@@ -372,7 +374,7 @@ class Checkpoints:
         tree.history.time += self._token_bytes * max(
             0, request.committed_tokens - max(facts.prompt_tokens, request.hit_tokens)
         )
-        self.pass_by(request, request.committed_tokens, branches)
+        self.make_passed(request, request.committed_tokens, branches)
         if not self.states:
             last = self._aligned(request.committed_tokens)
             if (
@@ -389,14 +391,14 @@ class Checkpoints:
 
     # Starting from a checkpoint
 
-    def protect(self, hit: PrefixHit) -> None:
+    def protect_hit(self, hit: PrefixHit) -> None:
         """Make the checkpoint of a hit the last to be evicted, until its states are copied."""
         node = None
         if hit.num_tokens and self.states:
             node = self._tree.at(hit.prefix_hashes, hit.num_tokens)
         self._tree.protect(node)
 
-    def start_from(self, request: Request, hit: PrefixHit) -> None:
+    def copy_states(self, request: Request, hit: PrefixHit) -> None:
         """Order the copies with which an admitted request starts from the states of its hit."""
         self._tree.protect(None)
         if not hit.num_tokens or not self.states:

@@ -281,7 +281,7 @@ class HostCache:
         ):
             if own.evicted:
                 cache.forget(own.evicted)
-                self._note_lost(table, len(own.evicted))
+                self._count_lost(table, len(own.evicted))
                 own.evicted.clear()
 
     def drop(self, table: Table, key: Hashable) -> None:
@@ -291,9 +291,9 @@ class HostCache:
         if page is not None:
             cache.forget([page])
             own.discard([page])
-            self._note_lost(table, 1)
+            self._count_lost(table, 1)
 
-    def _note_lost(self, table: Table, num_pages: int) -> None:
+    def _count_lost(self, table: Table, num_pages: int) -> None:
         self.num_lost += num_pages
         self._lost_bytes += num_pages * table.spec.small_page_bytes
 
@@ -303,7 +303,7 @@ class HostCache:
         """Return the page under a key here, or None."""
         return self._caches[table.index].get(key)
 
-    def hold(self, table: Table, pages: Sequence[int]) -> None:
+    def pin_pages(self, table: Table, pages: Sequence[int]) -> None:
         """Keep pages until they are loaded, even if others are stored before."""
         self._allocator.tables[table.index].share(pages)
 
@@ -321,27 +321,27 @@ class HostCache:
         num_bytes = len(sources) * table.spec.small_page_bytes
         self._loaded_bytes += num_bytes
         self._ahead_bytes += num_bytes
-        self._let_go(table.index, sources)
+        self._unpin_pages(table.index, sources)
         return [
             PageCopy(table_index=table.index, source=source, target=target, path=CopyPath.FROM_HOST)
             for source, target in zip(sources, targets, strict=True)
         ]
 
-    def _let_go(self, index: int, pages: Sequence[int]) -> None:
+    def _unpin_pages(self, index: int, pages: Sequence[int]) -> None:
         """Release held pages and make them the last to be evicted, the first page last of all."""
         first = self._time << _PLACE_BITS
         ranks = range(first + len(pages) - 1, first - 1, -1)
         self._allocator.tables[index].retire(pages, ranks)
 
-    def pin(self, hit: PrefixHit) -> None:
-        """Do the work of `hold` for all pages that a hit reads from here."""
+    def pin_hit(self, hit: PrefixHit) -> None:
+        """Do the work of `pin_pages` for all pages that a hit reads from here."""
         for index, pages in self._hosted(hit):
-            self.hold(self._tables[index], pages)
+            self.pin_pages(self._tables[index], pages)
 
-    def load(self, hit: PrefixHit, request: Request) -> None:
+    def order_loads(self, hit: PrefixHit, request: Request) -> None:
         """Order copies of a pinned hit to the pages that its request has taken.
 
-        Copies of states go to the request's running states, and `Checkpoints.start_from` orders
+        Copies of states go to the request's running states, and `Checkpoints.copy_states` orders
         them.
         """
         self._time += 1
@@ -360,7 +360,7 @@ class HostCache:
                                 path=CopyPath.FROM_HOST,
                             )
                         )
-            self._let_go(index, pages)
+            self._unpin_pages(index, pages)
 
     @staticmethod
     def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:

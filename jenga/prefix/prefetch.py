@@ -15,7 +15,7 @@ from jenga.arena.allocator import Allocator
 from jenga.arena.ranks import LOADED_RANK
 from jenga.errors import InvariantError, NotLoadedError
 from jenga.policies import ALL_PAGES
-from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
 from jenga.tables.request import PageCopy, PrefixHit
@@ -56,13 +56,13 @@ class _Load:
     sources: Sequence[int]
 
 
-class LoadingAhead:
+class Prefetch:
     """Puts admissions off, and orders the copies of pages that they would load."""
 
     __slots__ = (
         "_allocator",
         "_at_once_bytes",
-        "_evictions",
+        "_eviction_notices",
         "_hit",
         "_host",
         "_last",
@@ -79,7 +79,7 @@ class LoadingAhead:
         allocator: Allocator,
         tables: Sequence[Table],
         host: HostCache,
-        evictions: Evictions,
+        eviction_notices: EvictionNotices,
         requests: Mapping[str, object],
         *,
         at_once_bytes: int,
@@ -90,14 +90,14 @@ class LoadingAhead:
             allocator: Allocator of the arena.
             tables: Page tables of the arena.
             host: Host memory to load from.
-            evictions: Told when an allocation has evicted pages.
+            eviction_notices: Told when an allocation has evicted pages.
             requests: Running requests, by name.
             at_once_bytes: Most bytes that an admission may load while other requests run.
         """
         self._allocator = allocator
         self._tables = [table for table in tables if not table.policy.is_overwritten]
         self._host = host
-        self._evictions = evictions
+        self._eviction_notices = eviction_notices
         self._requests = requests
         self._at_once_bytes = at_once_bytes
         self._token_bytes = sum(table.spec.slot_bytes for table in self._tables)
@@ -108,7 +108,7 @@ class LoadingAhead:
         self._reserve_large_pages = 0
         self._last: tuple[str, int] = "", 0  # request put off last, and its bytes
 
-    def check(self, request_id: str, hit: PrefixHit, reserve_large_pages: int) -> None:
+    def refuse_unloaded(self, request_id: str, hit: PrefixHit, reserve_large_pages: int) -> None:
         """Put off an admission that has room, if running requests would wait for its loads.
 
         A request that was put off last, and has no less to load now, is not put off again.
@@ -153,7 +153,7 @@ class LoadingAhead:
             ]
             table.pages.rerank(left, table.clock.loose(len(left)))
 
-    def order(self, num_tokens: int) -> list[PageCopy]:
+    def prefetch_pages(self, num_tokens: int) -> list[PageCopy]:
         """Return copies for the admission put off in this step. Their content counts as cached now.
 
         Args:
@@ -170,13 +170,13 @@ class LoadingAhead:
         if not loads or not self._allocator.room(needs, reserve_large_pages=reserve).suffices:
             return []
         for load in loads:
-            self._host.hold(load.table, load.sources)
+            self._host.pin_pages(load.table, load.sources)
         taken = self._allocator.take(needs, needs, owner=_OWNER, reserve_large_pages=reserve)
         if taken is None:
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
         self._allocator.disown(_OWNER)
-        self._evictions.note()
+        self._eviction_notices.deliver()
         copies: list[PageCopy] = []
         for load in loads:
             table, pages = load.table, taken[load.table.index]

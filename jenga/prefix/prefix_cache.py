@@ -10,12 +10,12 @@ from jenga.policies import RequestFacts
 from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.prefix.checkpoints import Checkpoints
 from jenga.prefix.copy_orders import CopyOrders
-from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.prefix.lookup import longest_prefix
-from jenga.prefix.prefetch import LoadingAhead
-from jenga.prefix.start_from_hit import Hits
-from jenga.prefix.write_back import SavingAhead
+from jenga.prefix.prefetch import Prefetch
+from jenga.prefix.start_from_hit import HitStarts
+from jenga.prefix.write_back import WriteBack
 from jenga.tables.content_index import ChangeLog
 from jenga.tables.page_table import Table
 from jenga.tables.request import PrefixHit, Request, Version
@@ -29,7 +29,7 @@ class PrefixCache:
         copies: Copies that must be made before the next step.
         host: Host memory, which receives evicted pages. None if there is none.
         tree: Tree of the checkpoints.
-        evictions: Told when an allocation has evicted pages.
+        eviction_notices: Told when an allocation has evicted pages.
         checkpoints: Plans and makes the checkpoints of requests.
         hits: Gives requests the pages of their hits.
         write_back: Copies pages to host memory before they are evicted. None without host memory.
@@ -45,7 +45,7 @@ class PrefixCache:
         "_tables",
         "checkpoints",
         "copies",
-        "evictions",
+        "eviction_notices",
         "hits",
         "host",
         "is_on",
@@ -115,28 +115,28 @@ class PrefixCache:
             host=self.host,
         )
         allocator.large_pages.evictor = self.tree.evict_one
-        self.evictions = Evictions(allocator, tables, self.host)
+        self.eviction_notices = EvictionNotices(allocator, tables, self.host)
         self.checkpoints = Checkpoints(
             tables,
             allocator,
             self.tree,
-            self.evictions,
+            self.eviction_notices,
             self.copies,
             hash_tokens=hash_tokens,
             answer_tokens=answer_tokens,
             ahead_tokens=ahead_tokens,
             host=self.host,
         )
-        self.hits = Hits(tables, self.checkpoints)
-        self.write_back: SavingAhead | None = None
-        self.prefetch: LoadingAhead | None = None
+        self.hits = HitStarts(tables, self.checkpoints)
+        self.write_back: WriteBack | None = None
+        self.prefetch: Prefetch | None = None
         if self.host is not None:
-            self.write_back = SavingAhead(tables, self.tree, self.host)
-            self.prefetch = LoadingAhead(
+            self.write_back = WriteBack(tables, self.tree, self.host)
+            self.prefetch = Prefetch(
                 allocator,
                 tables,
                 self.host,
-                self.evictions,
+                self.eviction_notices,
                 requests,
                 at_once_bytes=load_at_once_bytes,
             )
@@ -147,7 +147,7 @@ class PrefixCache:
         if self.prefetch is not None:
             self.prefetch.begin_step()
 
-    # Hits
+    # HitStarts
 
     @property
     def _version(self) -> Version:

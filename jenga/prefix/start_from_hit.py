@@ -25,7 +25,7 @@ class _TableStart(NamedTuple):
 _NO_START = _TableStart((), has_missing=False, num_found=0, sharing=None)
 
 
-class Hits:
+class HitStarts:
     """Gives requests the pages of their hits, and counts tokens hit and missed."""
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Hits:
                 if sharing.repeated:
                     table.pages.share(sharing.repeated)
         hit = start.hit
-        self._checkpoints.protect(hit)
+        self._checkpoints.protect_hit(hit)
         self._asked_tokens += hit.asked_tokens
         self._hit_tokens += hit.num_tokens
         if hit.limit != NO_LIMIT:

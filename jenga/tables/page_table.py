@@ -169,7 +169,7 @@ class Table:
 
     # Users
 
-    def end(self, request: Request) -> None:
+    def release_request(self, request: Request) -> None:
         """Release the pages that an ending request still has."""
         index = self.index
         first = request.pages.num_given_up[index]
