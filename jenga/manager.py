@@ -5,10 +5,10 @@ It is the only module that knows the allocator, the prefix cache and the policie
 
 from collections.abc import Sequence
 
-from jenga.admission.allocation import Taking
-from jenga.admission.gate import Entry
-from jenga.admission.reserve import STEP_TOKENS, Admission, default_left_share
-from jenga.admission.wait_queue import Waiting
+from jenga.admission.allocation import PageAllocation
+from jenga.admission.gate import AdmissionGate
+from jenga.admission.reserve import STEP_TOKENS, CacheReserve, default_left_share
+from jenga.admission.wait_queue import WaitQueue
 from jenga.arena.allocator import Allocator
 from jenga.checks import check_count, check_multiple
 from jenga.errors import OutOfPagesError, PutOffError
@@ -16,21 +16,29 @@ from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, check_geometry
 from jenga.policies import RequestFacts
-from jenga.prefix.checkpoint_tree import CheckpointTree
-from jenga.prefix.checkpoints import ANSWER_TOKENS, Checkpoints
-from jenga.prefix.eviction_notices import Evictions
-from jenga.prefix.host_cache import HostCache
-from jenga.prefix.keeping import Keeping
-from jenga.prefix.lookup import longest_prefix
+from jenga.prefix.checkpoints import ANSWER_TOKENS
+from jenga.prefix.host_cache import HostReport
 from jenga.prefix.prefetch import STEP_BYTES
-from jenga.tables.content_index import CacheChange
+from jenga.prefix.prefix_cache import PrefixCache
+from jenga.tables.capacity import Capacity
+from jenga.tables.content_index import CacheChange, ChangeLog
 from jenga.tables.growth import Growth
-from jenga.tables.page_table import build_tables
+from jenga.tables.occupancy import Occupancy
+from jenga.tables.page_table import Table, build_tables
 from jenga.tables.request import PageCopy, PrefixHit, Request, new_facts
+from jenga.tables.stats import CacheReport, LargePageCounts, MemoryReport
 
 
-class Manager(Keeping):
-    """Gives running requests their page tables out of one arena."""
+class Manager:
+    """Gives running requests their page tables out of one arena.
+
+    Attributes:
+        geometry: Sizes of large and small pages, and the page tables.
+        num_large_pages: Number of large pages of the arena, including the null page.
+        capacity: Computes the largest requests that the arena can hold.
+        occupancy: Answers questions about the memory that running requests hold.
+        prefix_cache: Content that is cached for other requests.
+    """
 
     def __init__(  # noqa: PLR0913  all options of an arena
         self,
@@ -113,91 +121,60 @@ class Manager(Keeping):
             unit=hash_tokens,
         )
         allocator = Allocator([spec.small_pages_per_large_page for spec in specs], num_large_pages)
-        changes: list[CacheChange] = []
-        copies: list[PageCopy] = []
+        self._changes = ChangeLog() if records_changes else None
         tables = build_tables(
             geometry,
             allocator,
             hash_tokens=hash_tokens,
             prefix_caching=prefix_caching,
-            changes=changes if records_changes else None,
+            changes=self._changes,
         )
-        host: HostCache | None = None
-        if num_host_large_pages:
-            if not prefix_caching:
-                msg = "num_host_large_pages must be 0 where prefix_caching is off"
-                raise ValueError(msg)
-            host = HostCache(
-                tables,
-                copies,
-                num_large_pages=num_host_large_pages,
-                changes=changes if records_changes else None,
-            )
-        arena_bytes = num_large_pages * geometry.large_page_bytes
-        tree = CheckpointTree(
-            tables,
-            eviction_policy or EVICTION_POLICIES[DEFAULT_POLICY](),
-            hash_tokens=hash_tokens,
-            ahead_tokens=ahead_tokens,
-            arena_bytes=arena_bytes,
-            host=host,
-        )
-        allocator.large_pages.evictor = tree.evict_one
-        evictions = Evictions(allocator, tables, host)
-        checkpoints = Checkpoints(
-            tables,
-            allocator,
-            tree,
-            evictions,
-            copies,
-            hash_tokens=hash_tokens,
-            answer_tokens=answer_interval_tokens,
-            ahead_tokens=ahead_tokens,
-            host=host,
-        )
-        super().__init__(
+        self.geometry = geometry
+        self.num_large_pages = num_large_pages
+        self.capacity = Capacity(geometry, [table.policy for table in tables], num_large_pages)
+        self._allocator = allocator
+        self._tables = tables
+        self._requests: dict[str, Request] = {}
+        self._step = 0
+        self.occupancy = Occupancy(geometry, allocator, tables, self._requests)
+        self.prefix_cache = PrefixCache(
             geometry,
             allocator,
             tables,
-            tree=tree,
-            checkpoints=checkpoints,
-            evictions=evictions,
-            host=host,
-            load_at_once_bytes=load_at_once_bytes,
-            copies=copies,
-            changes=changes,
+            self._requests,
+            is_on=prefix_caching,
+            eviction_policy=eviction_policy or EVICTION_POLICIES[DEFAULT_POLICY](),
             hash_tokens=hash_tokens,
-            prefix_caching=prefix_caching,
+            ahead_tokens=ahead_tokens,
+            answer_tokens=answer_interval_tokens,
+            num_host_large_pages=num_host_large_pages,
+            load_at_once_bytes=load_at_once_bytes,
+            changes=self._changes,
         )
-        self._ahead_tokens = ahead_tokens
+        self._prefix_caching = prefix_caching
+        self._hash_tokens = hash_tokens
+        self._checkpoints = self.prefix_cache.checkpoints
         # Tokens after which some page table may have one more page to commit.
         self._commit_tokens = min(
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in tables
         )
-        self._waiting = Waiting(
+        self._wait_queue = WaitQueue(
             tables,
-            tree,
+            self.prefix_cache.tree,
             hash_tokens=hash_tokens,
-            arena_bytes=arena_bytes,
+            arena_bytes=num_large_pages * geometry.large_page_bytes,
             is_on=prefix_caching,
         )
         if left_share is None:
-            left_share = default_left_share(has_host=host is not None)
-        admission = Admission(allocator, left_share, step_tokens)
-        self._entry = Entry(self._requests, checkpoints, self._waiting, admission)
+            left_share = default_left_share(has_host=num_host_large_pages > 0)
+        reserve = CacheReserve(allocator, left_share, step_tokens)
+        self._gate = AdmissionGate(self._requests, self._checkpoints, self._wait_queue, reserve)
         self._growth = Growth(tables, self.capacity)
-        self._taking = Taking(
-            allocator,
-            self._growth,
-            self._hits,
-            checkpoints,
-            self._evictions,
-            in_flight_tokens=in_flight_tokens,
-            host=host,
-            loading=self._loading,
+        self._allocation = PageAllocation(
+            allocator, self._growth, self.prefix_cache, in_flight_tokens=in_flight_tokens
         )
-        self._nothing = self._taking.nothing
+        self._no_pages = self._allocation.no_pages
         self._num_owners = 0
 
     def new_step(self) -> None:
@@ -206,11 +183,9 @@ class Manager(Keeping):
         Pages that this step touches are younger than all pages touched before.
         """
         self._step += 1
-        self._checkpoints.begin_step()
-        self._waiting.begin_step(self._step)
-        self._entry.begin_step()
-        if self._loading is not None:
-            self._loading.begin_step()
+        self.prefix_cache.begin_step()
+        self._wait_queue.begin_step(self._step)
+        self._gate.begin_step()
 
     # The life of a request
 
@@ -246,7 +221,7 @@ class Manager(Keeping):
             raise ValueError(msg)
         check_count("num_tokens", num_tokens, least=1)
         facts = self._served(facts, num_tokens)
-        self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
+        self._wait_queue.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
 
     def _served(self, facts: RequestFacts | None, prompt_tokens: int) -> RequestFacts:
         """Return the given facts, or by default those of a prompt of text alone.
@@ -268,12 +243,12 @@ class Manager(Keeping):
         nothing. If admitted without a hit, it opens no large page that it can do without. The
         answer of `can_ever_fit` then holds for it.
         """
-        return not self._requests and self._entry.was_refused_alone(request_id)
+        return not self._requests and self._gate.was_refused_alone(request_id)
 
     def withdraw(self, request_id: str) -> None:
         """Remove a request from the wait queue, if it is there. A running request is left alone."""
         if request_id not in self._requests:
-            self._waiting.forget(request_id)
+            self._wait_queue.drop_request(request_id)
 
     def lookup(
         self,
@@ -294,14 +269,8 @@ class Manager(Keeping):
                 the images.
         """
         check_count("max_tokens", max_tokens)
-        return longest_prefix(
-            self._tables,
-            prefix_hashes if self._prefix_caching else (),
-            self._served(facts, max_tokens + 1),
-            max_tokens=max_tokens,
-            ahead_tokens=self._ahead_tokens,
-            host=self._host,
-            version=self._version,
+        return self.prefix_cache.find_prefix(
+            prefix_hashes, self._served(facts, max_tokens + 1), max_tokens=max_tokens
         )
 
     def allocate(  # noqa: PLR0913  one call of the engine with all facts of a step
@@ -364,8 +333,8 @@ class Manager(Keeping):
                 if num_tokens > request.num_tokens:  # noqa: PLR1730  a call takes longer
                     request.num_tokens = num_tokens
                 request.num_processed_tokens = num_processed_tokens
-                request.step = self._step
-                return self._nothing
+                request.last_step = self._step
+                return self._no_pages
         else:
             self._check_step(
                 request_id,
@@ -380,13 +349,13 @@ class Manager(Keeping):
             return self._admit(request_id, num_tokens, hit, facts, full_tokens, reserve_large_pages)
         if num_tokens < request.num_tokens:  # noqa: PLR1730  as above
             num_tokens = request.num_tokens
-        if num_processed_tokens >= request.shrinks_at:
-            self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
-        taken: Sequence[list[int]] = self._nothing
+        if num_processed_tokens >= request.shrinks_at:
+            self._growth.give_up(request)
+        taken: Sequence[list[int]] = self._no_pages
         if full_tokens or num_tokens >= request.grows_at:
             try:
-                taken = self._taking.take(
+                taken = self._allocation.allocate_pages(
                     request_id,
                     request,
                     num_tokens,
@@ -394,10 +363,10 @@ class Manager(Keeping):
                     reserve_large_pages=reserve_large_pages,
                 )
             except OutOfPagesError:
-                self._entry.note_refusal(request_id)
+                self._gate.record_refusal(request_id)
                 raise
         request.num_tokens = num_tokens
-        request.step = self._step
+        request.last_step = self._step
         return tuple(taken)
 
     def _admit(
@@ -411,40 +380,45 @@ class Manager(Keeping):
     ) -> tuple[list[int], ...]:
         """Do the work of `allocate` for a request that is not running, with checked arguments."""
         facts = new_facts(hit, facts, prompt_tokens=max(full_tokens, num_tokens))
-        request = Request(self._served(facts, 0), len(self._tables))
-        request.owner = self._num_owners + 1
-        found = None
+        facts = self._served(facts, 0)
+        start = None
         if hit is not None:
-            self._entry.check_time(request_id, hit, self._step)
-            found = self._hits.start_from(request, hit, num_tokens)
+            self._gate.refuse_if_early(request_id, hit, self._step)
+            start = self.prefix_cache.hits.prepare_start(hit, facts, num_tokens)
+        request = Request(
+            self._num_owners + 1,
+            facts,
+            len(self._tables),
+            start=start,
+            is_packed=self._gate.was_refused_alone(request_id),
+        )
         if full_tokens > num_tokens and self._requests:
             # Other requests grow while this prompt is computed.
-            reserve_large_pages = max(reserve_large_pages, self.growth_large_pages)
-        reserve_large_pages += self._entry.reserve(found, self._step)
-        request.is_packed = self._entry.was_refused_alone(request_id)
-        self._growth.give_up(request, request.hit_tokens)
+            reserve_large_pages = max(reserve_large_pages, self.occupancy.growth_large_pages)
+        reserve_large_pages += self._gate.reserved_large_pages(start, self._step)
+        self._growth.give_up(request)
         try:
-            taken = self._taking.take(
+            taken = self._allocation.allocate_pages(
                 request_id,
                 request,
                 num_tokens,
                 full_tokens=full_tokens,
                 reserve_large_pages=reserve_large_pages,
-                hit=hit,
-                found=found,
+                start=start,
             )
         except PutOffError:
             raise
         except OutOfPagesError:
-            self._entry.note_refusal(request_id)
+            self._gate.record_refusal(request_id)
             raise
         request.num_tokens = num_tokens
-        request.step = self._step
+        request.last_step = self._step
         self._num_owners = request.owner
         self._requests[request_id] = request
         if self._prefix_caching and hit is not None:
-            self._checkpoints.admit(request, hit)
-        self._entry.complete(request_id, hit)
+            request.prefix_hashes = hit.prefix_hashes
+            self._checkpoints.admit_request(request, hit)
+        self._gate.record_admission(request_id, hit)
         return tuple(taken)
 
     def _check_step(  # noqa: PLR0913  as `allocate`
@@ -477,7 +451,7 @@ class Manager(Keeping):
             return
         start_tokens = 0
         if hit is not None:
-            self._check_hit(hit)
+            self.prefix_cache.check_hit(hit)
             start_tokens = hit.num_tokens
         if num_processed_tokens not in (0, start_tokens) or num_tokens <= start_tokens:
             msg = (
@@ -485,19 +459,6 @@ class Manager(Keeping):
                 f"num_tokens more than those, got {num_processed_tokens} and {num_tokens}"
             )
             raise ValueError(msg)
-
-    def _check_hit(self, hit: PrefixHit) -> None:
-        if hit.version[0] is not self._cache_owner:
-            msg = "hit must have been looked up in this manager, got one of another"
-            raise ValueError(msg)
-        if hit.version != self._version:
-            again = self.lookup(hit.prefix_hashes, max_tokens=hit.asked_tokens, facts=hit.facts)
-            if again.num_tokens != hit.num_tokens or again.pages != hit.pages:
-                msg = (
-                    f"hit must be looked up again: of its {hit.num_tokens} tokens "
-                    f"{again.num_tokens} are still cached, or in other pages"
-                )
-                raise ValueError(msg)
 
     @staticmethod
     def _check_processed(request_id: str, request: Request, num_processed_tokens: int) -> None:
@@ -521,9 +482,9 @@ class Manager(Keeping):
         request = self._running(request_id)
         check_count("num_processed_tokens", num_processed_tokens)
         self._check_processed(request_id, request, num_processed_tokens)
-        if num_processed_tokens >= request.shrinks_at:
-            self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
+        if num_processed_tokens >= request.shrinks_at:
+            self._growth.give_up(request)
 
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Make the full pages of a request's first tokens available to other requests.
@@ -557,10 +518,11 @@ class Manager(Keeping):
         if not self._prefix_caching:
             return
         hashed_tokens = len(prefix_hashes) * self._hash_tokens
-        if request.stand is None:
+        if request.checkpoints.last_checkpoint is None:
             # The request was admitted without a lookup.
             asked_tokens = min(hashed_tokens, request.facts.prompt_tokens - 1)
-            self._checkpoints.begin(request, prefix_hashes, asked_tokens=asked_tokens)
+            request.prefix_hashes = prefix_hashes
+            self._checkpoints.plan_checkpoints(request, asked_tokens=asked_tokens)
         if not num_tokens:
             return
         if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
@@ -568,31 +530,22 @@ class Manager(Keeping):
         request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         request.prefix_hashes = prefix_hashes
-        # Images have keys of their own. They are found even if few tokens are hashed.
-        facts, committed = request.facts, request.committed
-        for index, table in enumerate(self._tables):
-            end = table.policy.final_pages(facts, num_tokens, table.grain)
-            start = committed[index]
-            if end > start:
-                if table.enter(request, prefix_hashes, end):
-                    self._num_losses += 1
-                if table.policy.names_images:
-                    self._checkpoints.enter_images(request, table, start)
-        if request.pending or self._checkpoints.has_to_pass(request):
-            branches = self._waiting.branch_tokens(request_id)
-            self._checkpoints.pass_by(request, request.committed_tokens, branches)
+        self.prefix_cache.index_pages(request, prefix_hashes, num_tokens)
+        if request.checkpoints.pending or self._checkpoints.may_pass_more(request):
+            branches = self._wait_queue.branch_tokens(request_id)
+            self._checkpoints.make_passed(request, request.committed_tokens, branches)
 
     def free(self, request_id: str) -> None:
         """End a request that finished, was aborted or is preempted."""
         request = self._running(request_id)
         if self._prefix_caching:
-            self._checkpoints.end(request, self._waiting.branch_tokens(request_id))
+            self._checkpoints.end_request(request, self._wait_queue.branch_tokens(request_id))
         for table in self._tables:
-            table.end(request)
-        self._taking.forget(request_id)
+            table.release_request(request)
+        self._allocation.forget_promise(request_id)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
-        self._waiting.forget(request_id)
+        self._wait_queue.drop_request(request_id)
 
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return token counts at which this prompt's states are worth keeping.
@@ -609,12 +562,218 @@ class Manager(Keeping):
         request = self._running(request_id)
         if not self._prefix_caching:
             return ()
-        return tuple(self._entry.checkpoint_tokens(request_id, request))
+        return tuple(self._gate.checkpoint_tokens(request_id, request))
+
+    def _running(self, request_id: str) -> Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            msg = f"request_id must name a running request, got {request_id!r}"
+            raise ValueError(msg)
+        return request
+
+    # States that are kept for other requests
+
+    @property
+    def answer_interval_tokens(self) -> int:
+        """Tokens of an answer after which its states are worth keeping again. 0 means never."""
+        return self.prefix_cache.answer_interval_tokens
+
+    def keep_state(
+        self, request_id: str, prefix_hash: bytes, num_tokens: int, *, in_passing: bool = False
+    ) -> bool:
+        """Keep a copy of a request's running states for other requests to start from.
+
+        A state of the request's output replaces the state of its output before.
+
+        Args:
+            request_id: The request that has the states. One of these must hold:
+                - Its last step ended at exactly `num_tokens` tokens.
+                - Its last step passed `num_tokens`, and computed no more tokens than a state has
+                  slots.
+                - The step about to run passes `num_tokens` and writes the states on its way. The
+                  copies within the arena are then not made.
+            prefix_hash: Hash of those tokens.
+            num_tokens: Number of tokens, a multiple of `hash_tokens`, for which the request has
+                slots.
+            in_passing: Whether the step about to run writes the states on its way.
+
+        Returns:
+            Whether there is a page for every copy. `take_copies` then returns the copies.
+
+        Raises:
+            ValueError: One of these holds:
+                - `num_tokens` is not a positive multiple of `hash_tokens`.
+                - The request has slots for fewer tokens.
+                - The hash is not bytes, or is not that of its tokens.
+                - Prefix caching is off.
+        """
+        request = self._running(request_id)
+        check_count("num_tokens", num_tokens)
+        return self.prefix_cache.keep_state(
+            request_id, request, prefix_hash, num_tokens, in_passing=in_passing
+        )
+
+    def keep_written(self, request_id: str) -> None:
+        """Let other requests find a request's states that the step before has written on its way.
+
+        `Manager.new_step` does so for all requests. An engine may call this before it, for one
+        request at a time. It then knows to which request the content in `take_changes` belongs.
+
+        Raises:
+            ValueError: The request is not running.
+        """
+        self._checkpoints.keep_written(self._running(request_id))
+
+    def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
+        """Whether a page still holds the state kept in it. Another state may have taken it since.
+
+        Raises:
+            ValueError: There is no such page table.
+        """
+        table = self._table(table_index)
+        is_pending = any(
+            (table_index, page) in kept
+            for request in self._requests.values()
+            for kept in request.checkpoints.pending.values()
+        )
+        return is_pending or table.page_of(prefix_hash) == page
+
+    # Orders and changes
+
+    def take_copies(self) -> list[PageCopy]:
+        """Return copies to make before any kernel of the next step runs, in this order."""
+        return self.prefix_cache.copies.take_copies()
+
+    def load_ahead(self, num_tokens: int) -> list[PageCopy]:
+        """Return copies from host memory that may run during the kernels of the step about to run.
+
+        They bring pages for an admission that was put off (`NotLoadedError`), as many as can
+        probably be copied while so many tokens are computed. Call this at most once per step, when
+        the whole step is known. Call it before `take_copies`, which returns the copies that make
+        room for these. Make these copies in the same way as those of `save_ahead`, and before them.
+
+        Args:
+            num_tokens: Number of tokens that the step computes.
+
+        Raises:
+            ValueError: `num_tokens` is not an integer of at least 0.
+        """
+        check_count("num_tokens", num_tokens)
+        prefetch = self.prefix_cache.prefetch
+        return prefetch.prefetch_pages(num_tokens) if prefetch is not None else []
+
+    def save_ahead(self) -> list[PageCopy]:
+        """Return copies to host memory that may run during the kernels of the step about to run.
+
+        They copy content that the step after it will probably evict. Call this at most once per
+        step, when the whole step is known. Content that is not copied now is copied when it is
+        evicted. Begin these copies when the copies of `take_copies` are made, and finish them
+        before those of the next step begin.
+        """
+        write_back = self.prefix_cache.write_back
+        return write_back.write_back_pages() if write_back is not None else []
+
+    def take_changes(self) -> list[CacheChange]:
+        """Return which content can be found, or no longer found, since the last call, in order.
+
+        Content counts as found as soon as a new request could hit it. The list is empty if changes
+        are not recorded.
+        """
+        return self._changes.take_changes() if self._changes is not None else []
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content. While requests run, return False and forget nothing."""
+        if self._requests:
+            return False
+        self.prefix_cache.clear()
+        return True
+
+    # Questions about running requests
+
+    def _table(self, table_index: int) -> Table:
+        check_count("table_index", table_index)
+        if table_index >= len(self._tables):
+            msg = f"table_index must be less than {len(self._tables)}, got {table_index}"
+            raise ValueError(msg)
+        return self._tables[table_index]
+
+    def page_table(self, request_id: str, table_index: int) -> list[int]:
+        """Return a request's small pages in order, with the null page where a page was given up.
+
+        Raises:
+            ValueError: There is no such request or page table.
+        """
+        return list(self._running(request_id).pages.small_pages[self._table(table_index).index])
+
+    def page_tables(self, request_id: str) -> tuple[list[int], ...]:
+        """Return all page tables of a request."""
+        return tuple(list(pages) for pages in self._running(request_id).pages.small_pages)
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request was admitted and has not ended."""
+        return request_id in self._requests
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not self._requests
+
+    def request_tokens(self) -> dict[str, int]:
+        """Return the number of tokens that each running request has slots for."""
+        return {request_id: request.num_tokens for request_id, request in self._requests.items()}
+
+    def committed_tokens(self, request_id: str) -> int:
+        """Return the number of tokens of a request whose full pages other requests can find."""
+        return self._running(request_id).committed_tokens
+
+    # Reports
+
+    def can_ever_fit(self, num_tokens: int, *, chunk_tokens: int) -> bool:
+        """Whether a request could reach `num_tokens` tokens with the arena to itself.
+
+        Raises:
+            ValueError: A number is not an integer of at least 0.
+        """
+        return self.capacity.can_ever_fit(num_tokens, chunk_tokens=chunk_tokens)
+
+    @property
+    def usage(self) -> float:
+        """Share of the arena's large pages in which a running request uses a small page."""
+        return self.occupancy.usage
+
+    @property
+    def growth_large_pages(self) -> int:
+        """Number of large pages that let every running request take one more page of each table.
+
+        Leave this many free when a preempted request is admitted again.
+        """
+        return self.occupancy.growth_large_pages
+
+    def memory(self) -> MemoryReport:
+        """Return where every byte of the arena is."""
+        return self.occupancy.memory()
+
+    def large_page_counts(self) -> LargePageCounts:
+        """Return the number of large pages in each state, without the null page."""
+        return self.occupancy.large_page_counts()
+
+    def cache_report(self) -> CacheReport:
+        """Return the use of the prefix cache since start-up."""
+        return self.prefix_cache.hits.report()
+
+    def host_report(self) -> HostReport | None:
+        """Return the content and traffic of host memory. None if there is none."""
+        host = self.prefix_cache.host
+        return host.report() if host is not None else None
+
+    def host_memory(self) -> MemoryReport | None:
+        """Return where every byte of host memory is. None if there is none."""
+        host = self.prefix_cache.host
+        return host.memory() if host is not None else None
 
     def check(self) -> None:
         """Raise `InvariantError` unless requests, allocator, cache and queue agree."""
-        super().check()
-        self._taking.check(self._requests)
-        if self._prefix_caching:
-            self._tree.check()
-        self._waiting.check()
+        self.occupancy.check()
+        self.prefix_cache.check()
+        self._allocation.check(self._requests)
+        self._wait_queue.check()

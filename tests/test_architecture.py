@@ -180,3 +180,130 @@ def test_every_launch_says_that_products_and_sums_are_fused(path):
         names = {keyword.arg for keyword in launch.keywords}
         is_in_a_mapping = names & {None, "constants"} and '"enable_fp_fusion": True' in source
         assert "enable_fp_fusion" in names or is_in_a_mapping, f"{path}:{launch.lineno}"
+
+
+# Owners of a request's fields
+
+TABLES, PREFIX, ADMISSION = "jenga/tables/", "jenga/prefix/", "jenga/admission/"
+MANAGER = "jenga/manager.py"
+
+FIXED = "jenga/tables/request.py"
+"""Owner of fields that only the constructor sets."""
+
+FIELD_OWNERS = {
+    "Request": {
+        **dict.fromkeys(("branch_tokens", "checkpoints", "facts", "hit_tokens"), FIXED),
+        **dict.fromkeys(("is_packed", "owner", "pages"), FIXED),
+        **dict.fromkeys(("grows_at", "shrinks_at"), TABLES),
+        "expected_tokens": ADMISSION,
+        **dict.fromkeys(("commits_at", "committed_tokens", "last_step"), MANAGER),
+        **dict.fromkeys(("num_processed_tokens", "num_tokens", "prefix_hashes"), MANAGER),
+    },
+    "RequestPages": dict.fromkeys(
+        (
+            *("has_missing", "max_tokens", "num_committed", "num_found", "num_given_up"),
+            *("release_at", "small_pages"),
+        ),
+        TABLES,
+    ),
+    "RequestCheckpoints": dict.fromkeys(
+        ("answer", "last_checkpoint", "num_passed", "pending", "plan", "points_past"), PREFIX
+    ),
+}
+
+CHANGING = {"append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
+"""Methods that change a list or a dictionary."""
+
+
+def field_of(node):
+    """Get the name of a request's field that an expression is, or is an item of."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    if not isinstance(node, ast.Attribute):
+        return None
+    base = ast.unparse(node.value)
+    is_request = base in {"request", "other", "own"} or base.endswith((".pages", ".checkpoints"))
+    return node.attr if is_request else None
+
+
+def aliases_in(function):
+    """Get the local names that a function gives to fields of requests, with the fields."""
+    field_by_name = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            both_tuples = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=True) if both_tuples else [(target, value)]
+            for name, part in pairs:
+                if isinstance(name, ast.Name) and field_of(part):
+                    field_by_name[name.id] = field_of(part)
+    return field_by_name
+
+
+def target_of(node):
+    """Get the expression that a node of a syntax tree changes, or None."""
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        return node if isinstance(node.ctx, ast.Store | ast.Del) else None
+    if isinstance(node, ast.AugAssign):
+        return node.target
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value if node.func.attr in CHANGING else None
+    return None
+
+
+def changed_fields(source):
+    """Get the fields of requests that a module changes, also by a local name for a field."""
+    changed = set()
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            aliases = aliases_in(function)
+            for target in filter(None, map(target_of, ast.walk(function))):
+                changed.add(field_of(target))
+                changed.add(aliases.get(ast.unparse(target).split("[")[0]))
+    return changed - {None}
+
+
+def test_every_field_of_a_request_has_an_owner():
+    from jenga.tables import request
+
+    for name, owners in FIELD_OWNERS.items():
+        assert set(getattr(request, name).__slots__) == set(owners)
+
+
+def test_fields_of_a_request_are_changed_by_their_owners_alone():
+    owner_of = {field: owner for owners in FIELD_OWNERS.values() for field, owner in owners.items()}
+    changed_by = {
+        path.relative_to(ROOT).as_posix(): changed_fields(path.read_text(encoding="utf-8"))
+        for path in (ROOT / "jenga").rglob("*.py")
+        if path.parent.name in {"jenga", "tables", "prefix", "admission", "eviction", "arena"}
+        and path.name not in {"engine_scheduler.py", "request.py"}
+    }
+
+    strangers = {
+        (path, field)
+        for path, fields in changed_by.items()
+        for field in fields & owner_of.keys()
+        if not path.startswith(owner_of[field])
+    }
+    assert strangers == set()
+    # Every field that changes after the start is seen to change.
+    seen = set().union(*changed_by.values())
+    assert {field for field, owner in owner_of.items() if owner != FIXED} <= seen
+
+
+@pytest.mark.parametrize(
+    ("statement", "field"),
+    [
+        ("request.num_tokens = 1", "num_tokens"),
+        ("request.pages.num_found[0] += 1", "num_found"),
+        ("request.checkpoints.plan[1] = 2", "plan"),
+        ("del request.pages.small_pages[0][1:]", "small_pages"),
+        ("request.checkpoints.pending.pop(1)", "pending"),
+        ("pages, first = request.pages.small_pages[0], 1; pages.extend([1])", "small_pages"),
+        ("own = request.pages; own.max_tokens[1] = 2", "max_tokens"),
+        ("plan = request.checkpoints.plan; plan[1] = 2", "plan"),
+    ],
+)
+def test_a_change_of_a_field_is_seen_however_it_is_written(statement, field):
+    assert changed_fields(f"def change(request):\n    {statement}") == {field}
+    assert changed_fields(f"def read(request):\n    return request.{field}") == set()

@@ -7,7 +7,7 @@ from jenga.eviction.learned import LearnedReuse
 from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
-from jenga.tables.request import MISSING, is_on_host
+from jenga.tables.request import MISSING
 from tests.machines.geometries import (
     HYBRID,
     STATES,
@@ -69,13 +69,15 @@ def test_an_image_shown_twice_is_found_twice(per_large, num_host_large_pages):
         manager.allocate(name, num_tokens=16, hit=hit)
         manager.commit(name, hashes(16, hash_tokens=4), 16)
         manager.check()
-        return hit.pages[1]
+        return list(hit.pages[1])
 
     assert run("a") == []
     manager.free("a")
     if num_host_large_pages:
         compute(manager, "taker", 4 * 19, prefix="q")  # with hashes that none has
-        assert all(map(is_on_host, manager.lookup([], max_tokens=15, facts=facts).pages[1]))
+        hit = manager.lookup([], max_tokens=15, facts=facts)
+        assert list(hit.host_pages[1]) == list(range(len(hit.pages[1])))
+        assert set(hit.pages[1]) == {MISSING}
     first, second = run("b"), run("c")
     for found in (first, second):
         assert len(found) == 4
@@ -412,9 +414,9 @@ def test_the_check_finds_pages_promised_to_a_request_that_does_not_run():
     manager = manager_of(cut, 1 + 14)
     manager.allocate("first", num_tokens=64, full_tokens=160)
     manager.check()
-    promises = dict(manager._taking._promises)
+    promises = dict(manager._allocation._promises)
     manager.free("first")
-    manager._taking._promises.update(promises)
+    manager._allocation._promises.update(promises)
 
     with pytest.raises(InvariantError, match="promised to request 'first'"):
         manager.check()

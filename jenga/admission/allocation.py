@@ -5,74 +5,61 @@ from operator import sub
 
 from jenga.arena.allocator import Allocator
 from jenga.arena.large_pages import NULL_PAGE
-from jenga.arena.small_pages import Budget, Sharing
+from jenga.arena.small_pages import Budget
 from jenga.errors import InvariantError, OutOfPagesError
-from jenga.prefix.checkpoints import Checkpoints
-from jenga.prefix.eviction_notices import Evictions
-from jenga.prefix.host_cache import HostCache
-from jenga.prefix.prefetch import LoadingAhead
-from jenga.prefix.start_from_hit import Hits
+from jenga.prefix.prefix_cache import PrefixCache
 from jenga.tables.growth import Growth
-from jenga.tables.request import PrefixHit, Request
+from jenga.tables.request import HitStart, Request
 
 
-class Taking:
+class PageAllocation:
     """Takes small pages for requests: all that a step needs, or none."""
 
     __slots__ = (
         "_allocator",
         "_checkpoints",
-        "_evictions",
+        "_eviction_notices",
         "_growth",
         "_hits",
         "_host",
         "_in_flight_tokens",
-        "_loading",
-        "_no_pages",
+        "_no_needs",
+        "_prefetch",
         "_promises",
-        "nothing",
+        "no_pages",
     )
 
-    def __init__(  # noqa: PLR0913  all parts of one arena
+    def __init__(
         self,
         allocator: Allocator,
         growth: Growth,
-        hits: Hits,
-        checkpoints: Checkpoints,
-        evictions: Evictions,
+        prefix_cache: PrefixCache,
         *,
         in_flight_tokens: int = 0,
-        host: HostCache | None = None,
-        loading: LoadingAhead | None = None,
     ) -> None:
         """Create the allocation of one arena.
 
         Args:
             allocator: Source of the pages.
             growth: Computes how many pages a request needs, and appends them to its page tables.
-            hits: Shares the pages of prefix hits.
-            checkpoints: Checkpoints that requests start from.
-            evictions: Told when an allocation has evicted pages.
+            prefix_cache: Shares the pages of prefix hits, and learns which pages were evicted.
             in_flight_tokens: Most tokens of one request that all steps in flight compute together.
-            host: Host memory, which holds pages of hits that are not in the arena. None if there is
-                none.
-            loading: Loads such pages into the arena before the admission. None if nothing does.
         """
         self._allocator = allocator
         self._growth = growth
-        self._hits = hits
-        self._checkpoints = checkpoints
-        self._evictions = evictions
+        self._hits = prefix_cache.hits
+        self._checkpoints = prefix_cache.checkpoints
+        self._eviction_notices = prefix_cache.eviction_notices
         self._in_flight_tokens = in_flight_tokens
-        self._host = host
-        self._loading = loading
+        self._host = prefix_cache.host
+        self._prefetch = prefix_cache.prefetch
         # Request id -> the request, and the small pages of each page table that it will still take
         # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
-        self._no_pages = [0] * len(allocator.tables)
-        self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
+        self._no_needs = [0] * len(allocator.tables)
+        self.no_pages: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
-    def take(  # noqa: PLR0913  all facts of a step
+    def allocate_pages(
         self,
         request_id: str,
         request: Request,
@@ -80,8 +67,7 @@ class Taking:
         *,
         full_tokens: int,
         reserve_large_pages: int,
-        hit: PrefixHit | None = None,
-        found: Sequence[Sharing | None] | None = None,
+        start: HitStart | None = None,
     ) -> Sequence[list[int]]:
         """Give a request the pages for `num_tokens` tokens.
 
@@ -92,8 +78,7 @@ class Taking:
             full_tokens: If positive, refuse unless this many tokens could be held now, together
                 with the pages that other requests will take for their prompts.
             reserve_large_pages: Number of large pages that must stay empty or reclaimable.
-            hit: At admission, the prefix that the request starts from.
-            found: For each page table, the small pages of the hit, which are not shared yet.
+            start: At admission, the hit that the request starts from.
 
         Returns:
             The pages taken, for each page table.
@@ -103,47 +88,49 @@ class Taking:
                 Nothing was changed.
         """
         growth = self._growth
-        if not full_tokens and found is None and not request.is_packed:
-            taken = self._take_next(request, num_tokens, reserve_large_pages)
+        if not full_tokens and start is None and not request.is_packed:
+            taken = self._allocate_next(request, num_tokens, reserve_large_pages)
             if taken is not None:
                 return taken
         needs = growth.needs(request, num_tokens)
         expected_tokens = max(full_tokens, request.expected_tokens)
         expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
-        later = self._later_pages(request, found, needs, num_tokens, expected_tokens)
+        later = self._later_pages(
+            request, needs, num_tokens, expected_tokens, is_shared=start is None
+        )
         if full_tokens:
             others = self.promised_beside(request_id)
             all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
-            self._require(request_id, all_needs, found, reserve_large_pages)
-        if hit is not None and found is not None:
-            self._require(request_id, needs, found, reserve_large_pages)
-            if self._loading is not None:
-                self._loading.check(request_id, hit, reserve_large_pages)
+            self._require_room(request_id, all_needs, start, reserve_large_pages)
+        if start is not None:
+            self._require_room(request_id, needs, start, reserve_large_pages)
+            if self._prefetch is not None:
+                self._prefetch.refuse_unloaded(request_id, start.hit, reserve_large_pages)
             # Sharing makes pages used. From here on nothing may be refused.
-            self._hits.share(found, hit)
+            self._hits.share_pages(start)
             if self._host is not None:
-                self._host.pin(hit)
-        taken: Sequence[list[int]] | None = self.nothing
+                self._host.pin_hit(start.hit)
+        taken: Sequence[list[int]] | None = self.no_pages
         if any(needs):
             taken = self._allocator.take(
                 needs,
                 needs if request.is_packed else growth.apart(request, needs, expected),
                 owner=request.owner,
                 reserve_large_pages=reserve_large_pages,
-                held=request.pages,
+                held=request.pages.small_pages,
                 is_packed=request.is_packed,
             )
             if taken is None:
-                self._require(request_id, needs, None, reserve_large_pages)
+                self._require_room(request_id, needs, None, reserve_large_pages)
                 msg = f"{needs} small pages can be had and cannot"
                 raise InvariantError(msg)
-            self._evictions.note()
+            self._eviction_notices.deliver()
             growth.append(request, taken)
-        if hit is not None:
+        if start is not None:
             # This comes first, because a loaded page may overwrite a state that was kept.
-            self._checkpoints.start_from(request, hit)
+            self._checkpoints.copy_states(request, start.hit)
             if self._host is not None:
-                self._host.load(hit, request)
+                self._host.order_loads(start.hit, request)
         request.expected_tokens = expected_tokens
         if any(later):
             self._promises[request_id] = request, later
@@ -154,30 +141,34 @@ class Taking:
     def _later_pages(
         self,
         request: Request,
-        found: Sequence[Sharing | None] | None,
         needs: Sequence[int],
         num_tokens: int,
         expected_tokens: int,
+        *,
+        is_shared: bool,
     ) -> list[int]:
         """Return the small pages of each page table that a request will take after this step.
 
         Args:
             request: The request.
-            found: The argument of `take`.
             needs: Small pages that it takes in this step.
             num_tokens: Number of tokens that it has slots for after this step.
             expected_tokens: Number of tokens that it is certain to reach.
+            is_shared: Whether it is counted as a user of all its pages. False while it is admitted
+                with a hit.
         """
         if expected_tokens <= num_tokens:
-            return self._no_pages
+            return self._no_needs
         start_tokens = request.num_processed_tokens
         chunk_tokens = max(
             num_tokens - start_tokens, min(self._in_flight_tokens, expected_tokens - start_tokens)
         )
-        further = self._growth.further_pages(request, found, needs, chunk_tokens, expected_tokens)
+        further = self._growth.further_pages(
+            request, needs, chunk_tokens, expected_tokens, is_shared=is_shared
+        )
         return list(map(sub, further, needs))
 
-    def forget(self, request_id: str) -> None:
+    def forget_promise(self, request_id: str) -> None:
         """Record that a request has ended: no pages are promised to it any more."""
         self._promises.pop(request_id, None)
 
@@ -207,10 +198,10 @@ class Taking:
                 msg = f"{pages} small pages are promised to request {name!r}"
                 raise InvariantError(msg)
 
-    def _take_next(
+    def _allocate_next(
         self, request: Request, num_tokens: int, reserve_large_pages: int
     ) -> Sequence[list[int]] | None:
-        """Do the work of `take` in the common case: few new pages, and room for all of them.
+        """Do the work of `allocate_pages` in the common case: few new pages, and room for them.
 
         That is, each page table needs at most one page, and each could open a large page for it.
 
@@ -224,29 +215,28 @@ class Taking:
         needs = self._growth.next_needs(request, num_tokens)
         if needs is None:
             return None
-        taken = [*self.nothing]
+        taken = [*self.no_pages]
         # Even if the first page tables open large pages, enough are left for the others.
         budget = Budget(slack)
-        for index, expected_pages, max_tokens in needs:
-            pages = request.pages[index]
+        small_pages = request.pages.small_pages
+        for index, expected_pages, _ in needs:
+            pages = small_pages[index]
             beside = pages[-1] if pages else NULL_PAGE
-            new_pages = tables[index].take(1, expected_pages, request.owner, budget, beside)
-            taken[index] = new_pages
-            pages += new_pages
-            request.max_tokens[index] = max_tokens
-        request.grows_at = min(request.max_tokens) + 1
-        self._evictions.note()
+            taken[index] = tables[index].take(1, expected_pages, request.owner, budget, beside)
+        self._growth.append_next(request, needs, taken)
+        self._eviction_notices.deliver()
         return taken
 
-    def _require(
+    def _require_room(
         self,
         request_id: str,
         needs: list[int],
-        found: Sequence[Sharing | None] | None,
+        start: HitStart | None,
         reserve_large_pages: int,
     ) -> None:
         """Raise `OutOfPagesError` unless the needs can be met once the pages found are shared."""
-        room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
+        hits = start.sharing if start is not None else None
+        room = self._allocator.room(needs, hits=hits, reserve_large_pages=reserve_large_pages)
         if not room.suffices:
             raise OutOfPagesError(
                 request_id,

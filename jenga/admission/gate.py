@@ -4,15 +4,14 @@ They say when an admission is too early, how much it leaves to the cache, and wh
 as running.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from jenga.admission.reserve import Admission
-from jenga.admission.wait_queue import Waiting
-from jenga.arena.small_pages import Sharing
+from jenga.admission.reserve import CacheReserve
+from jenga.admission.wait_queue import WaitQueue
 from jenga.errors import TooEarlyError
 from jenga.eviction.points import Past
 from jenga.prefix.checkpoints import Checkpoints
-from jenga.tables.request import PrefixHit, Request
+from jenga.tables.request import HitStart, PrefixHit, Request
 
 IDLE_STEPS = 16
 """Number of steps after which a request that took part in none of them is idle.
@@ -21,42 +20,42 @@ It is larger than the number of ranks of a pipeline.
 """
 
 
-class Entry:
+class AdmissionGate:
     """Applies the rules of admission, and informs the wait queue and the checkpoints.
 
     Attributes:
-        waiting: The engine's wait queue.
+        wait_queue: The engine's wait queue.
     """
 
-    __slots__ = ("_admission", "_checkpoints", "_refused_alone", "_requests", "waiting")
+    __slots__ = ("_checkpoints", "_refused_alone", "_requests", "_reserve", "wait_queue")
 
     def __init__(
         self,
         requests: Mapping[str, Request],
         checkpoints: Checkpoints,
-        waiting: Waiting,
-        admission: Admission,
+        wait_queue: WaitQueue,
+        reserve: CacheReserve,
     ) -> None:
         """Create the rules for the requests of one arena.
 
         Args:
             requests: Running requests, by name.
             checkpoints: Plans and makes the checkpoints of requests.
-            waiting: The engine's wait queue.
-            admission: Computes how many large pages an admission leaves to the cache.
+            wait_queue: The engine's wait queue.
+            reserve: Computes how many large pages an admission leaves to the cache.
         """
         self._requests = requests
         self._checkpoints = checkpoints
-        self._admission = admission
+        self._reserve = reserve
         self._refused_alone: str | None = None
-        self.waiting = waiting
+        self.wait_queue = wait_queue
 
     def begin_step(self) -> None:
         """Record that the engine begins a step."""
-        if self.waiting.asked_tokens:
-            self._admission.count_step()
+        if self.wait_queue.asked_tokens:
+            self._reserve.count_step()
 
-    def check_time(self, request_id: str, hit: PrefixHit, step: int) -> None:
+    def refuse_if_early(self, request_id: str, hit: PrefixHit, step: int) -> None:
         """Refuse an admission if a running request will soon leave a state of more shared tokens.
 
         Raises:
@@ -65,9 +64,9 @@ class Entry:
         if not self._checkpoints.states:
             return
         start_tokens = hit.num_tokens
-        for other_id, shared_tokens in self.waiting.sharers(request_id, start_tokens):
+        for other_id, shared_tokens in self.wait_queue.sharers(request_id, start_tokens):
             other = self._requests.get(other_id)
-            if other is None or other.step < step - IDLE_STEPS:
+            if other is None or other.last_step < step - IDLE_STEPS:
                 continue
             start = max(start_tokens, other.num_processed_tokens)
             if start < shared_tokens and any(
@@ -81,23 +80,25 @@ class Entry:
 
         Some are planned for the request itself, others for requests that wait.
         """
-        return sorted(self._checkpoints.planned(request, self.waiting.branch_tokens(request_id)))
+        return sorted(self._checkpoints.planned(request, self.wait_queue.branch_tokens(request_id)))
 
-    def reserve(self, found: Sequence[Sharing | None] | None, step: int) -> int:
+    def reserved_large_pages(self, start: HitStart | None, step: int) -> int:
         """Return the number of large pages that this admission must leave free.
 
         It is 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
         steps, as a session between two turns, counts as not running. It will not free anything by
         itself.
         """
-        if all(request.step < step - IDLE_STEPS for request in self._requests.values()):
+        if all(request.last_step < step - IDLE_STEPS for request in self._requests.values()):
             return 0
-        waiting = self.waiting
-        return self._admission.reserve(
-            found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
+        wait_queue = self.wait_queue
+        return self._reserve.large_pages_to_leave(
+            start.sharing if start is not None else None,
+            reread_tokens=wait_queue.reread_tokens,
+            asked_tokens=wait_queue.asked_tokens,
         )
 
-    def note_refusal(self, request_id: str) -> None:
+    def record_refusal(self, request_id: str) -> None:
         """Record that there are not enough pages for a request."""
         if not self._requests.keys() - {request_id}:
             self._refused_alone = request_id
@@ -111,14 +112,14 @@ class Entry:
         """
         return request_id == self._refused_alone
 
-    def complete(self, request_id: str, hit: PrefixHit | None) -> None:
+    def record_admission(self, request_id: str, hit: PrefixHit | None) -> None:
         """Record that a request was admitted."""
         if hit is not None:
-            waiting = self.waiting
-            if self._requests[request_id].past == Past.TURN:
+            wait_queue = self.wait_queue
+            if self._requests[request_id].checkpoints.points_past == Past.TURN:
                 # No other request reads the prefix that a conversation continues.
-                reread_tokens = waiting.reread_by(request_id)
+                reread_tokens = wait_queue.reread_by(request_id)
             else:
-                reread_tokens = max(hit.branch_tokens, waiting.shared_tokens(request_id))
-            self._admission.note(reread_tokens, hit.asked_tokens)
-        self.waiting.admit(request_id)
+                reread_tokens = max(hit.branch_tokens, wait_queue.shared_tokens(request_id))
+            self._reserve.count_admission(reread_tokens, hit.asked_tokens)
+        self.wait_queue.start_running(request_id)

@@ -44,7 +44,7 @@ def default_left_share(*, has_host: bool) -> float:
     return 0.0 if has_host else LEFT_SHARE
 
 
-class Admission:
+class CacheReserve:
     """Computes how many large pages an admission leaves to the cache."""
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Admission:
         """Count a step that runs while requests wait."""
         self._num_steps += 1
 
-    def note(self, reread_tokens: int, asked_tokens: int) -> None:
+    def count_admission(self, reread_tokens: int, asked_tokens: int) -> None:
         """Count an admitted request.
 
         Args:
@@ -101,7 +101,7 @@ class Admission:
         steps = self._num_steps * self._step_tokens
         return self._asked_tokens / (self._asked_tokens + steps) if self._asked_tokens else 1.0
 
-    def reserve(
+    def large_pages_to_leave(
         self,
         hits: Sequence[Sharing | None] | None,
         *,
@@ -112,8 +112,8 @@ class Admission:
 
         Args:
             hits: For each page table, the cached small pages that the request will share, if any.
-            reread_tokens: The number that `note` takes, for all waiting requests together.
-            asked_tokens: The number that `note` takes, for all waiting requests together.
+            reread_tokens: As in `count_admission`, for all waiting requests together.
+            asked_tokens: As in `count_admission`, for all waiting requests together.
         """
         asked = self._asked_tokens + asked_tokens
         if not asked:

@@ -17,6 +17,7 @@ from jenga.policies import RequestFacts
 from jenga.prefix.checkpoint_tree import IMAGE, CheckpointTree
 from jenga.prefix.lookup import longest_prefix
 from jenga.tables.page_table import Table
+from jenga.tables.request import Version
 
 FIRST_POSITION = 1 << 35
 """Position of the first waiting request. As many requests can be put before it as after it."""
@@ -33,9 +34,12 @@ Requests further behind read their pages too late for these to be kept.
 WAITED_STEPS = 2
 """Steps that begin before a request counts as waiting. The first of them may admit it."""
 
+NO_VERSION = Version(None, 0, 0)
+"""Version of hits that no request will start from."""
+
 
 @dataclass(slots=True, eq=False)
-class Waiter:
+class WaitingRequest:
     """A request that was announced and has not ended.
 
     Attributes:
@@ -60,11 +64,12 @@ class Waiter:
     keys: list[Hashable] = field(default_factory=list[Hashable])
 
 
-class Waiting:
+class WaitQueue:
     """The engine's wait queue, followed as far ahead as the arena could keep what it reads.
 
     Attributes:
-        reread_tokens: Sum of `Waiter.reread_tokens` over all requests that were looked up and wait.
+        reread_tokens: Sum of `WaitingRequest.reread_tokens` over all requests that were looked up
+            and wait.
         asked_tokens: Number of tokens of these requests, without the last token of each.
     """
 
@@ -112,10 +117,10 @@ class Waiting:
         self._hash_tokens = hash_tokens
         self._horizon_bytes = arena_bytes
         self._is_on = is_on
-        self._waiters: dict[str, Waiter] = {}
-        self._unknown: dict[str, Waiter] = {}  # announced and not looked up yet, in order
-        self._followed: dict[str, Waiter] = {}  # looked up and not admitted
-        self._running: dict[str, Waiter] = {}
+        self._waiters: dict[str, WaitingRequest] = {}
+        self._unknown: dict[str, WaitingRequest] = {}  # announced and not looked up yet, in order
+        self._followed: dict[str, WaitingRequest] = {}  # looked up and not admitted
+        self._running: dict[str, WaitingRequest] = {}
         self._bytes: dict[Hashable, float] = {}  # estimate for each awaited point
         self.reread_tokens = self.asked_tokens = 0
         self._first = self._last = FIRST_POSITION
@@ -144,7 +149,7 @@ class Waiting:
         else:
             self._last += 1
             position = self._last
-        waiter = Waiter(position, self._step, prefix_hashes, num_tokens, facts)
+        waiter = WaitingRequest(position, self._step, prefix_hashes, num_tokens, facts)
         self._waiters[request_id] = waiter
         if not self._is_on:
             return
@@ -172,14 +177,14 @@ class Waiting:
             del self._unknown[request_id]
             self._follow(request_id, waiter)
 
-    def admit(self, request_id: str) -> None:
+    def start_running(self, request_id: str) -> None:
         """Record that a request is running. Its own use protects the pages that it reads."""
         waiter = self._waiters.get(request_id)
         if waiter is not None and self._is_on:
             self._leave_queue(request_id, waiter)
             self._running[request_id] = waiter
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """Record that a request has ended, or does not wait any more."""
         waiter = self._waiters.pop(request_id, None)
         self._running.pop(request_id, None)
@@ -232,7 +237,7 @@ class Waiting:
                 found.add(tokens)
         return found
 
-    def _follow(self, request_id: str, waiter: Waiter) -> None:
+    def _follow(self, request_id: str, waiter: WaitingRequest) -> None:
         """Look up what a request will read, and let the tree keep it until then."""
         self._followed[request_id] = waiter
         asked_tokens = waiter.num_tokens - 1
@@ -241,7 +246,7 @@ class Waiting:
             waiter.prefix_hashes,
             waiter.facts,
             max_tokens=asked_tokens,
-            version=(None, 0, 0),
+            version=NO_VERSION,
         )
         waiter.reread_tokens = self._shared_tokens(waiter)
         waiter.branch_tokens = max(hit.num_tokens, waiter.reread_tokens)
@@ -252,7 +257,7 @@ class Waiting:
             if self._tree.await_point(key, waiter.position):
                 self._bytes[key] = self._fixed_bytes + self._token_bytes * waiter.branch_tokens
 
-    def _keys(self, waiter: Waiter, hit_tokens: int) -> list[Hashable]:
+    def _keys(self, waiter: WaitingRequest, hit_tokens: int) -> list[Hashable]:
         """Return names of the points that a request may go on from when it is admitted.
 
         One is where its text parts from other texts by then. The other is the checkpoint that it
@@ -273,7 +278,7 @@ class Waiting:
                         names[IMAGE, table.index, image.content] = None
         return list(names)
 
-    def _shared_tokens(self, waiter: Waiter) -> int:
+    def _shared_tokens(self, waiter: WaitingRequest) -> int:
         """Return the most first tokens shared with a running request or a request before it."""
         num_shared = 0
         has_states = any(table.policy.is_overwritten for table in self._tables)
@@ -285,7 +290,7 @@ class Waiting:
             num_shared = max(num_shared, min(more, end) if has_states else more)
         return num_shared * self._hash_tokens
 
-    def _shared_hashes(self, waiter: Waiter, other: Waiter, at_least: int) -> int:
+    def _shared_hashes(self, waiter: WaitingRequest, other: WaitingRequest, at_least: int) -> int:
         """Number of hashes that two requests begin with, without those of the last token.
 
         It is 0 if there are no more than `at_least`.
@@ -304,7 +309,7 @@ class Waiting:
                 high = middle - 1
         return low
 
-    def _leave_queue(self, request_id: str, waiter: Waiter) -> None:
+    def _leave_queue(self, request_id: str, waiter: WaitingRequest) -> None:
         self._unknown.pop(request_id, None)
         if self._followed.pop(request_id, None) is None:
             return

@@ -29,6 +29,7 @@ from jenga.eviction.policy import EvictionPolicy
 from jenga.policies import NEVER, RequestFacts
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
+from jenga.tables.request import StatePage
 
 IMAGE = "image"
 """First element of the names of images among names of points."""
@@ -233,7 +234,7 @@ class CheckpointTree:
 
     # Texts
 
-    def stand_of(
+    def last_node(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
     ) -> Checkpoint:
         """Return the last node on a text within its first `num_tokens` tokens.
@@ -294,19 +295,19 @@ class CheckpointTree:
 
     def keep(  # noqa: PLR0913  a place, and all facts about it
         self,
-        stand: Checkpoint,
+        node_before: Checkpoint,
         prefix_hashes: Sequence[bytes],
         facts: RequestFacts,
         num_tokens: int,
         kind: Kind,
         past: Past,
         *,
-        state_pages: Sequence[tuple[int, int]] = (),
+        state_pages: Sequence[StatePage] = (),
     ) -> Checkpoint | None:
         """Keep all pages that a request needs to go on from a point of a text.
 
         Args:
-            stand: A node before the point on the same text.
+            node_before: A node before the point on the same text.
             prefix_hashes: Hash i covers the text's first `(i + 1) * hash_tokens` tokens.
             facts: Facts of the request.
             num_tokens: Place of the point, a multiple of `align_tokens`.
@@ -331,7 +332,7 @@ class CheckpointTree:
             has_states = len(state_pages) == len(self._states) or self.has_states(point_key)
             if windows is None or not has_states:
                 return None
-            node = self._reach(stand.still_there, prefix_hashes, facts, num_tokens)
+            node = self._reach(node_before.still_there, prefix_hashes, facts, num_tokens)
             if node is None:
                 return None
             for table, pages in windows:
@@ -347,7 +348,7 @@ class CheckpointTree:
 
     def turns_down(
         self,
-        stand: Checkpoint,
+        node_before: Checkpoint,
         prefix_hashes: Sequence[bytes],
         num_tokens: int,
         kind: Kind,
@@ -359,7 +360,7 @@ class CheckpointTree:
         them. States that are not kept are lost.
 
         Args:
-            stand: A node before the point on the same text.
+            node_before: A node before the point on the same text.
             prefix_hashes: Prefix hashes of the text.
             num_tokens: Place of the point.
             kind: Kind of the point.
@@ -380,14 +381,14 @@ class CheckpointTree:
         node = self.at(prefix_hashes, num_tokens)
         if node is not None and node.is_kept:
             return False
-        stand = stand.still_there
-        before = stand if stand.is_kept else stand.kept_before
+        node_before = node_before.still_there
+        before = node_before if node_before.is_kept else node_before.kept_before
         key = prefix_hashes[num_tokens // self._hash_tokens - 1]
         token_bytes, alone_bytes = self.bytes_of_points()
         guess = Checkpoint(key, num_tokens, num_tokens, None)
         guess.point = Point(key, num_tokens, kind, past, time)
         guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
-        new_tokens = max(0, num_tokens - stand.num_tokens)
+        new_tokens = max(0, num_tokens - node_before.num_tokens)
         guess.own_bytes = alone_bytes + int(token_bytes * new_tokens)
         if self._policy.worth(guess, time) >= self._price:
             return False
@@ -734,7 +735,7 @@ class CheckpointTree:
         node.alone_bytes += num_new * table.spec.small_page_bytes
 
     def _pin_states(
-        self, node: Checkpoint, point_key: Hashable, given: Sequence[tuple[int, int]]
+        self, node: Checkpoint, point_key: Hashable, given: Sequence[StatePage]
     ) -> None:
         """Give a node the states of its point: the cached ones, or else the given ones.
 
@@ -751,13 +752,13 @@ class CheckpointTree:
                 table.leave_pages([page])
             else:
                 self._pin(node, table, [page])
-        self._release(list(page_of.items()))
+        self._release(list(map(StatePage._make, page_of.items())))
 
-    def _release(self, pages: Sequence[tuple[int, int]]) -> None:
+    def _release(self, pages: Sequence[StatePage]) -> None:
         for index, page in pages:
             self._tables[index].pages.release([page])
 
-    def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[tuple[int, int]]:
+    def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[StatePage]:
         """Take away the states of a checkpoint that no request has read. It is not kept any more.
 
         Args:
@@ -766,13 +767,13 @@ class CheckpointTree:
                 The node may stay until then, to be extended. `prune` must be called afterwards.
 
         Returns:
-            Index of a page table, and its page, which has one user then, for each state. Empty if
-            the checkpoint is gone or was read, or if its states are in use or shared.
+            A page for each state, which has one user then. Empty if the checkpoint is gone or was
+            read, or if its states are in use or shared.
         """
         if not node.is_kept or node.point.past == Past.READ:
             return []
         states = [
-            (index, pages[0])
+            StatePage(index, pages[0])
             for index, pages in node.alone
             if self._tables[index].policy.is_overwritten
         ]

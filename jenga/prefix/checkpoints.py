@@ -24,10 +24,11 @@ from jenga.arena.large_pages import NULL_PAGE
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
 from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
-from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.copy_orders import CopyOrders
+from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
+from jenga.tables.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, StatePage
 
 ANSWER_TOKENS = 64
 """Tokens of an answer between two kept states. Copies then take a 64th of the time of updates."""
@@ -49,7 +50,7 @@ class Checkpoints:
         "_align_tokens",
         "_allocator",
         "_copies",
-        "_evictions",
+        "_eviction_notices",
         "_fixed_bytes",
         "_hash_tokens",
         "_host",
@@ -69,8 +70,8 @@ class Checkpoints:
         tables: Sequence[Table],
         allocator: Allocator,
         tree: CheckpointTree,
-        evictions: Evictions,
-        copies: list[PageCopy],
+        eviction_notices: EvictionNotices,
+        copies: CopyOrders,
         *,
         hash_tokens: int,
         answer_tokens: int,
@@ -83,8 +84,8 @@ class Checkpoints:
             tables: All page tables.
             allocator: Source of the pages for copies.
             tree: Tree that keeps the checkpoints.
-            evictions: Told when an allocation has evicted pages.
-            copies: List to which copies that must be made are appended.
+            eviction_notices: Told when an allocation has evicted pages.
+            copies: Receives the copies that must be made.
             hash_tokens: Number of tokens that each further prefix hash covers.
             answer_tokens: Number of tokens between two kept states of an answer. 0 keeps none.
             ahead_tokens: Number of tokens after a prefix that must be cached with it.
@@ -94,7 +95,7 @@ class Checkpoints:
         self.states = tuple(table for table in tables if table.policy.is_overwritten)
         self._allocator = allocator
         self._tree = tree
-        self._evictions = evictions
+        self._eviction_notices = eviction_notices
         self._copies = copies
         self._hash_tokens = hash_tokens
         self._align_tokens = tree.align_tokens
@@ -108,24 +109,24 @@ class Checkpoints:
 
     # Places of checkpoints
 
-    def admit(self, request: Request, hit: PrefixHit) -> None:
+    def admit_request(self, request: Request, hit: PrefixHit) -> None:
         """Plan the checkpoints of an admitted request whose hit pages are shared already."""
         for table in self._tables:
             if table.policy.names_images and hit.pages[table.index]:
                 pages = [page for page in hit.pages[table.index] if page > 0]
                 self._tree.read_images(table, pages)
-        self.begin(request, hit.prefix_hashes, asked_tokens=hit.asked_tokens)
+        self.plan_checkpoints(request, asked_tokens=hit.asked_tokens)
 
-    def begin(self, request: Request, prefix_hashes: Sequence[bytes], *, asked_tokens: int) -> None:
+    def plan_checkpoints(self, request: Request, *, asked_tokens: int) -> None:
         """Plan the checkpoints of a request whose text has just become known.
 
         Args:
-            request: The request. If it was admitted with a hit, it has the pages of the hit.
-            prefix_hashes: Hash i covers its first `(i + 1) * hash_tokens` tokens.
+            request: The request, with its prefix hashes. If it was admitted with a hit, it has the
+                pages of the hit.
             asked_tokens: Number of tokens that it could have started from.
         """
         tree, facts = self._tree, request.facts
-        hashes = request.prefix_hashes = prefix_hashes
+        hashes = request.prefix_hashes
         hit_tokens, prompt_tokens = request.hit_tokens, facts.prompt_tokens
         admitted = tree.admit(
             hashes,
@@ -134,18 +135,18 @@ class Checkpoints:
             asked_tokens=asked_tokens,
             computed_bytes=(prompt_tokens - hit_tokens) * self._token_bytes + self._fixed_bytes,
         )
-        request.past = admitted.past
-        request.num_passed = hit_tokens
-        stand = tree.stand_of(hashes, facts, hit_tokens)
+        request.checkpoints.points_past = admitted.past
+        request.checkpoints.num_passed = hit_tokens
+        node_before = tree.last_node(hashes, facts, hit_tokens)
         branch_tokens = self._aligned(request.branch_tokens)
-        is_kept_here = stand.is_kept and stand.num_tokens == hit_tokens
+        is_kept_here = node_before.is_kept and node_before.num_tokens == hit_tokens
         is_branch = 0 < hit_tokens == branch_tokens
         if is_branch and not is_kept_here and not self.states:
             # The hit had no checkpoint here, and now a second text goes on from it.
-            here = tree.keep(stand, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
-            stand = here or stand
-        request.stand = stand
-        plan = request.plan
+            here = tree.keep(node_before, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
+            node_before = here or node_before
+        request.checkpoints.last_checkpoint = node_before
+        plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
         if tree.has_alone:
             plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
@@ -173,7 +174,7 @@ class Checkpoints:
             request: The request.
             branches: Numbers of tokens after which a waiting request parts from its text.
         """
-        plan, passed = request.plan, request.num_passed
+        plan, passed = request.checkpoints.plan, request.checkpoints.num_passed
         if branches:
             # Generated tokens have states in few places, for which no request can ask.
             end = request.facts.prompt_tokens if self.states else request.num_tokens
@@ -188,10 +189,10 @@ class Checkpoints:
 
     def enter_images(self, request: Request, table: Table, start: int) -> None:
         """Keep images whose pages, from the request's page `start` on, can be found now."""
-        end = request.committed[table.index]
+        end = request.pages.num_committed[table.index]
         if start < end:
-            pages = [page for page in request.pages[table.index][start:end] if page > 0]
-            self._tree.keep_images(table, pages, request.past)
+            pages = [page for page in request.pages.small_pages[table.index][start:end] if page > 0]
+            self._tree.keep_images(table, pages, request.checkpoints.points_past)
 
     def begin_step(self) -> None:
         """Make the checkpoints whose states the step before has written.
@@ -205,7 +206,7 @@ class Checkpoints:
     def keep_written(self, request: Request) -> None:
         """Do the work of `begin_step` for one request."""
         if self._in_passing.pop(request.owner, None) is not None:
-            self.pass_by(request, request.committed_tokens)
+            self.make_passed(request, request.committed_tokens)
 
     def keep_state(
         self, request: Request, key: bytes, num_tokens: int, *, in_passing: bool
@@ -223,10 +224,10 @@ class Checkpoints:
         Returns:
             Whether there are pages for the copies, or the states are kept already.
         """
-        answer = request.answer
+        answer = request.checkpoints.answer
         if self._tree.has_states(key):
-            request.pending.setdefault(num_tokens, [])
-        elif num_tokens not in request.pending:
+            request.checkpoints.pending.setdefault(num_tokens, [])
+        elif num_tokens not in request.checkpoints.pending:
             pages = self._state_pages(request, num_tokens)
             if pages is None:
                 return False
@@ -236,22 +237,22 @@ class Checkpoints:
                     _running_page(request, self._tables[index], num_tokens),
                     page,
                 )
-            request.pending[num_tokens] = pages
+            request.checkpoints.pending[num_tokens] = pages
             self.num_states_kept += 1
         if in_passing:
             self._in_passing[request.owner] = request
         else:
-            self.pass_by(request, request.committed_tokens)
+            self.make_passed(request, request.committed_tokens)
         if answer is not None:
             self._tree.prune(answer)
         return True
 
-    def _state_pages(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+    def _state_pages(self, request: Request, num_tokens: int) -> list[StatePage] | None:
         """Get pages for states, each with one user.
 
         They are those of the answer's last checkpoint, or new ones. None if neither can be had.
         """
-        answer = request.answer
+        answer = request.checkpoints.answer
         if num_tokens > request.facts.prompt_tokens and answer is not None:
             pages = self._tree.take_states(answer, next_tokens=num_tokens)
             if pages:
@@ -263,14 +264,16 @@ class Checkpoints:
         taken = self._allocator.take(needs, needs, owner=request.owner)
         if taken is None:
             return None
-        self._evictions.note()
-        return [(table.index, taken[table.index][0]) for table in self.states]
+        self._eviction_notices.deliver()
+        return [StatePage(table.index, taken[table.index][0]) for table in self.states]
 
-    def has_to_pass(self, request: Request) -> bool:
+    def may_pass_more(self, request: Request) -> bool:
         """Whether a request may still leave checkpoints, in a model without states."""
-        return not self.states and request.num_passed < request.facts.prompt_tokens
+        return not self.states and request.checkpoints.num_passed < request.facts.prompt_tokens
 
-    def pass_by(self, request: Request, num_tokens: int, branches: Collection[int] = ()) -> None:
+    def make_passed(
+        self, request: Request, num_tokens: int, branches: Collection[int] = ()
+    ) -> None:
         """Make the checkpoints that a request has passed.
 
         Args:
@@ -280,21 +283,25 @@ class Checkpoints:
         """
         final_tokens = num_tokens - self._ahead_tokens
         plan = self.planned(request, branches)
-        places = request.pending if self.states else plan
+        places = request.checkpoints.pending if self.states else plan
         for tokens in sorted(tokens for tokens in places if tokens <= final_tokens):
             is_answer = tokens > request.facts.prompt_tokens
             kind = plan.get(tokens, Kind.ANSWER_END if is_answer else Kind.BRANCH)
             self._make(request, tokens, kind)
-            request.num_passed = max(request.num_passed, tokens)
+            request.checkpoints.num_passed = max(request.checkpoints.num_passed, tokens)
         if not self.states:
             # With states, a state may be kept after its tokens are final, so these places are not
             # passed yet.
-            request.num_passed = max(request.num_passed, final_tokens)
+            request.checkpoints.num_passed = max(request.checkpoints.num_passed, final_tokens)
 
     def _make(self, request: Request, num_tokens: int, kind: Kind) -> None:
-        pages = request.pending.pop(num_tokens, ())
-        if request.stand is not None and self._tree.turns_down(
-            request.stand, request.prefix_hashes, num_tokens, kind, request.past
+        pages = request.checkpoints.pending.pop(num_tokens, ())
+        if request.checkpoints.last_checkpoint is not None and self._tree.turns_down(
+            request.checkpoints.last_checkpoint,
+            request.prefix_hashes,
+            num_tokens,
+            kind,
+            request.checkpoints.points_past,
         ):
             return
         node = self._keep(request, num_tokens, kind, pages)
@@ -304,19 +311,22 @@ class Checkpoints:
             for index, page in pages:
                 self._tables[index].pages.release([page])
             return
-        if kind == Kind.ANSWER_END and node is not request.answer:
+        if kind == Kind.ANSWER_END and node is not request.checkpoints.answer:
             self._drop_answer(request)
             # A checkpoint that another request has kept is left to that request.
-            request.answer = node if pages else None
-        if request.stand is None or node.num_tokens > request.stand.num_tokens:
-            request.stand = node
+            request.checkpoints.answer = node if pages else None
+        if (
+            request.checkpoints.last_checkpoint is None
+            or node.num_tokens > request.checkpoints.last_checkpoint.num_tokens
+        ):
+            request.checkpoints.last_checkpoint = node
 
     def _drop_answer(self, request: Request) -> None:
         """Drop the states of an answer's last checkpoint from host memory, as a later one exists.
 
         They stay if the checkpoint is still kept, or if another request has read it.
         """
-        answer = request.answer
+        answer = request.checkpoints.answer
         if self._host is None or answer is None or answer.is_kept:
             return
         key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
@@ -326,17 +336,17 @@ class Checkpoints:
                 self._host.drop(table, key)
 
     def _keep(
-        self, request: Request, num_tokens: int, kind: Kind, pages: Sequence[tuple[int, int]]
+        self, request: Request, num_tokens: int, kind: Kind, pages: Sequence[StatePage]
     ) -> Checkpoint | None:
-        if request.stand is None:
+        if request.checkpoints.last_checkpoint is None:
             return None
         return self._tree.keep(
-            request.stand,
+            request.checkpoints.last_checkpoint,
             request.prefix_hashes,
             request.facts,
             num_tokens,
             kind,
-            request.past,
+            request.checkpoints.points_past,
             state_pages=pages,
         )
 
@@ -353,7 +363,7 @@ class Checkpoints:
                 has_entered |= table.enter_missing(request, end)
         return has_entered
 
-    def end(self, request: Request, branches: Collection[int]) -> None:
+    def end_request(self, request: Request, branches: Collection[int]) -> None:
         """Leave the last checkpoints of a request that ends. The request still has its pages.
 
         Args:
@@ -364,42 +374,48 @@ class Checkpoints:
         tree.history.time += self._token_bytes * max(
             0, request.committed_tokens - max(facts.prompt_tokens, request.hit_tokens)
         )
-        self.pass_by(request, request.committed_tokens, branches)
+        self.make_passed(request, request.committed_tokens, branches)
         if not self.states:
             last = self._aligned(request.committed_tokens)
-            if request.stand is not None and last > request.stand.num_tokens:
+            if (
+                request.checkpoints.last_checkpoint is not None
+                and last > request.checkpoints.last_checkpoint.num_tokens
+            ):
                 is_answer = last >= self._aligned(facts.prompt_tokens)
                 self._make(request, last, Kind.ANSWER_END if is_answer else Kind.PROMPT_END)
-        for pages in request.pending.values():
+        for pages in request.checkpoints.pending.values():
             for index, page in pages:
                 self._tables[index].pages.release([page])
-        request.pending.clear()
-        request.answer = request.stand = None
+        request.checkpoints.pending.clear()
+        request.checkpoints.answer = request.checkpoints.last_checkpoint = None
 
     # Starting from a checkpoint
 
-    def protect(self, hit: PrefixHit) -> None:
+    def protect_hit(self, hit: PrefixHit) -> None:
         """Make the checkpoint of a hit the last to be evicted, until its states are copied."""
         node = None
         if hit.num_tokens and self.states:
             node = self._tree.at(hit.prefix_hashes, hit.num_tokens)
         self._tree.protect(node)
 
-    def start_from(self, request: Request, hit: PrefixHit) -> None:
+    def copy_states(self, request: Request, hit: PrefixHit) -> None:
         """Order the copies with which an admitted request starts from the states of its hit."""
         self._tree.protect(None)
         if not hit.num_tokens or not self.states:
             return
         self.num_states_read += 1
-        moves = [
-            (table, source, _running_page(request, table, hit.num_tokens))
-            for table in self.states
-            for source in hit.pages[table.index]
-        ]
-        self._move([move for move in moves if not is_on_host(move[1]) and move[1] != move[2]])
-        for table, source, target in moves:
-            if is_on_host(source):
-                self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
+        moves: list[tuple[Table, int, int]] = []
+        loads: list[tuple[Table, int, int]] = []
+        for table in self.states:
+            pages = hit.pages[table.index]
+            if not pages:
+                continue
+            target = _running_page(request, table, hit.num_tokens)
+            moves += [(table, page, target) for page in pages if page not in (MISSING, target)]
+            loads += [(table, page, target) for page in hit.host_pages[table.index].values()]
+        self._move(moves)
+        for table, source, target in loads:
+            self._copy(table, source, target, CopyPath.FROM_HOST)
 
     def _move(self, moves: list[tuple[Table, int, int]]) -> None:
         """Order copies of one state's parts, so that each is read before it is written over.
@@ -430,10 +446,10 @@ class Checkpoints:
         self, table: Table, source: int, target: int, path: CopyPath = CopyPath.IN_ARENA
     ) -> None:
         copy = PageCopy(table_index=table.index, source=source, target=target, path=path)
-        self._copies.append(copy)
+        self._copies.order_copy(copy)
 
 
 def _running_page(request: Request, table: Table, num_tokens: int) -> int:
     """Return the page of a request's state after `num_tokens` tokens."""
-    pages = request.pages[table.index]
+    pages = request.pages.small_pages[table.index]
     return pages[num_tokens % len(pages)]

@@ -7,10 +7,10 @@ from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
 
 
-class Evictions:
+class EvictionNotices:
     """Removes evicted pages from the indexes, after copying orphans to host memory."""
 
-    __slots__ = ("_host", "_large_pages", "_num_noted", "_tables")
+    __slots__ = ("_host", "_large_pages", "_num_delivered", "_tables")
 
     def __init__(
         self, allocator: Allocator, tables: Sequence[Table], host: HostCache | None = None
@@ -26,13 +26,13 @@ class Evictions:
         self._host = host
         self._large_pages = allocator.large_pages
         self._tables = tables
-        self._num_noted = 0
+        self._num_delivered = 0
 
-    def note(self) -> None:
+    def deliver(self) -> None:
         """Make pages that were evicted since the last call impossible to find."""
         num_evicted = self._large_pages.num_evicted
-        if num_evicted != self._num_noted:
-            self._num_noted = num_evicted
+        if num_evicted != self._num_delivered:
+            self._num_delivered = num_evicted
             for table in self._tables:
                 if self._host is not None:
                     self._host.store(table, table.evicted_orphans())

@@ -19,18 +19,12 @@ from typing import overload
 
 from jenga.arena.allocator import Allocator
 from jenga.errors import InvariantError
-from jenga.tables.content_index import CacheChange, PrefixCache, RecordingCache
+from jenga.prefix.copy_orders import CopyOrders
+from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
-from jenga.tables.request import (
-    MISSING,
-    CopyPath,
-    PageCopy,
-    PrefixHit,
-    Request,
-    host_page,
-    is_on_host,
-)
+from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request
+from jenga.tables.stats import MemoryReport, check_memory, host_table_memory
 
 _OWNER = 1
 """Owner of all pages while they are filled. Any positive number would do."""
@@ -62,23 +56,30 @@ class HostReport:
 
 
 class EitherPages(Sequence[int | None]):
-    """Pages of keys in the arena, or else their marks in host memory (`is_on_host`)."""
+    """Whether keys have pages in the arena or in host memory: a page of either, or None.
 
-    __slots__ = ("_found", "_hosted", "_num_before_gap")
+    A number does not say which memory the page is in. `in_arena` and `on_host` do.
 
-    def __init__(self, found: FoundPages, hosted: FoundPages) -> None:
+    Attributes:
+        in_arena: Pages of the arena.
+        on_host: Pages of host memory, for the same keys.
+    """
+
+    __slots__ = ("_num_before_gap", "in_arena", "on_host")
+
+    def __init__(self, in_arena: FoundPages, on_host: FoundPages) -> None:
         """Create the sequence without looking anything up.
 
         Args:
-            found: Pages of the arena.
-            hosted: Pages of host memory, for the same keys.
+            in_arena: Pages of the arena.
+            on_host: Pages of host memory, for the same keys.
         """
-        self._found = found
-        self._hosted = hosted
+        self.in_arena = in_arena
+        self.on_host = on_host
         self._num_before_gap: int | None = None
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self.in_arena)
 
     @overload
     def __getitem__(self, index: int) -> int | None: ...
@@ -86,18 +87,15 @@ class EitherPages(Sequence[int | None]):
     def __getitem__(self, index: slice) -> list[int | None]: ...
     def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
         if isinstance(index, slice):
-            found = self._found[index]
+            found = self.in_arena[index]
             if None not in found:
                 return found
-            # This is `host_page` written out, since a call for each of thousands would be slow.
             return [
-                page if page is not None or there is None else MISSING - there
-                for page, there in zip(found, self._hosted[index], strict=True)
+                there if page is None else page
+                for page, there in zip(found, self.on_host[index], strict=True)
             ]
-        page = self._found[index]
-        if page is None and (there := self._hosted[index]) is not None:
-            return host_page(there)
-        return page
+        page = self.in_arena[index]
+        return self.on_host[index] if page is None else page
 
     def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
         """Return the first place of a page, or of None. Keys are looked up as far as that place."""
@@ -114,7 +112,7 @@ class EitherPages(Sequence[int | None]):
 
     def _look_up_to_gap(self) -> int:
         try:
-            start = self._found.index(None)
+            start = self.in_arena.index(None)
         except ValueError:
             return len(self)
         num_scanned = _SCAN_PAGES
@@ -150,18 +148,18 @@ class HostCache:
     def __init__(
         self,
         tables: Sequence[Table],
-        copies: list[PageCopy],
+        copies: CopyOrders,
         *,
         num_large_pages: int,
-        changes: list[CacheChange] | None = None,
+        changes: ChangeLog | None = None,
     ) -> None:
         """Start with all pages empty.
 
         Args:
             tables: Page tables of the arena.
-            copies: List to which copies that must be made are appended.
+            copies: Receives the copies that must be made.
             num_large_pages: Number of large pages of host memory, including one that is never used.
-            changes: List to which changes of the content here are appended, if given.
+            changes: Records changes of the content here. None records none.
 
         Raises:
             ValueError: There are fewer large pages than the unused one and one for each page table.
@@ -175,13 +173,13 @@ class HostCache:
         self._tables = tables
         self._copies = copies
         self._allocator = Allocator([t.pages.pages_per_large for t in tables], num_large_pages)
-        self._caches: list[PrefixCache] = []
+        self._caches: list[ContentIndex] = []
         for index, pages in enumerate(self._allocator.tables):
             num_pages = num_large_pages * pages.pages_per_large
             self._caches.append(
-                PrefixCache(num_pages, pages.row)
+                ContentIndex(num_pages, pages.row)
                 if changes is None
-                else RecordingCache(num_pages, pages.row, index, changes, is_on_host=True)
+                else RecordingIndex(num_pages, pages.row, index, changes, is_on_host=True)
             )
         self._time = 0
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0
@@ -193,12 +191,12 @@ class HostCache:
         return self._allocator
 
     def either(self, table: Table, found: FoundPages, keys: Sequence[Hashable]) -> EitherPages:
-        """Look keys up in the arena and here.
+        """Look keys up here too, after they were looked up in the arena.
 
         Args:
             table: The page table.
             found: Pages of the keys in the arena.
-            keys: Keys as for `PrefixCache.find`.
+            keys: Keys as for `ContentIndex.find`.
         """
         return EitherPages(found, self._caches[table.index].find(keys))
 
@@ -218,7 +216,7 @@ class HostCache:
         new = [page for page in leaving if get(keys[page]) is None]
         self._time += 1
         self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
-        self._copies += self._bring(table, new)
+        self._copies.order_copies(self._bring(table, new))
 
     def store_ahead(self, table: Table, pages: Sequence[int]) -> list[PageCopy]:
         """Return copies of pages that will soon leave the arena. The pages stay there until then.
@@ -283,7 +281,7 @@ class HostCache:
         ):
             if own.evicted:
                 cache.forget(own.evicted)
-                self._note_lost(table, len(own.evicted))
+                self._count_lost(table, len(own.evicted))
                 own.evicted.clear()
 
     def drop(self, table: Table, key: Hashable) -> None:
@@ -293,9 +291,9 @@ class HostCache:
         if page is not None:
             cache.forget([page])
             own.discard([page])
-            self._note_lost(table, 1)
+            self._count_lost(table, 1)
 
-    def _note_lost(self, table: Table, num_pages: int) -> None:
+    def _count_lost(self, table: Table, num_pages: int) -> None:
         self.num_lost += num_pages
         self._lost_bytes += num_pages * table.spec.small_page_bytes
 
@@ -305,7 +303,7 @@ class HostCache:
         """Return the page under a key here, or None."""
         return self._caches[table.index].get(key)
 
-    def hold(self, table: Table, pages: Sequence[int]) -> None:
+    def pin_pages(self, table: Table, pages: Sequence[int]) -> None:
         """Keep pages until they are loaded, even if others are stored before."""
         self._allocator.tables[table.index].share(pages)
 
@@ -323,27 +321,27 @@ class HostCache:
         num_bytes = len(sources) * table.spec.small_page_bytes
         self._loaded_bytes += num_bytes
         self._ahead_bytes += num_bytes
-        self._let_go(table.index, sources)
+        self._unpin_pages(table.index, sources)
         return [
             PageCopy(table_index=table.index, source=source, target=target, path=CopyPath.FROM_HOST)
             for source, target in zip(sources, targets, strict=True)
         ]
 
-    def _let_go(self, index: int, pages: Sequence[int]) -> None:
+    def _unpin_pages(self, index: int, pages: Sequence[int]) -> None:
         """Release held pages and make them the last to be evicted, the first page last of all."""
         first = self._time << _PLACE_BITS
         ranks = range(first + len(pages) - 1, first - 1, -1)
         self._allocator.tables[index].retire(pages, ranks)
 
-    def pin(self, hit: PrefixHit) -> None:
-        """Do the work of `hold` for all pages that a hit reads from here."""
+    def pin_hit(self, hit: PrefixHit) -> None:
+        """Do the work of `pin_pages` for all pages that a hit reads from here."""
         for index, pages in self._hosted(hit):
-            self.hold(self._tables[index], pages)
+            self.pin_pages(self._tables[index], pages)
 
-    def load(self, hit: PrefixHit, request: Request) -> None:
+    def order_loads(self, hit: PrefixHit, request: Request) -> None:
         """Order copies of a pinned hit to the pages that its request has taken.
 
-        Copies of states go to the request's running states, and `Checkpoints.start_from` orders
+        Copies of states go to the request's running states, and `Checkpoints.copy_states` orders
         them.
         """
         self._time += 1
@@ -351,28 +349,26 @@ class HostCache:
             table = self._tables[index]
             self._loaded_bytes += len(pages) * table.spec.small_page_bytes
             if not table.policy.is_overwritten:
-                own_pages = request.pages[index]
-                for number, mark in enumerate(hit.pages[index][: len(own_pages)]):
-                    if is_on_host(mark) and own_pages[number] > 0:
-                        self._copies.append(
+                own_pages = request.pages.small_pages[index]
+                for number, source in hit.host_pages[index].items():
+                    if number < len(own_pages) and own_pages[number] > 0:
+                        self._copies.order_copy(
                             PageCopy(
                                 table_index=index,
-                                source=host_page(mark),
+                                source=source,
                                 target=own_pages[number],
                                 path=CopyPath.FROM_HOST,
                             )
                         )
-            self._let_go(index, pages)
+            self._unpin_pages(index, pages)
 
     @staticmethod
     def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:
         """Yield each page table that a hit reads from here: its index, and the pages here."""
-        for index, marks in enumerate(hit.pages):
-            if hit.has_missing[index]:
+        for index, pages in enumerate(hit.host_pages):
+            if pages:
                 # An image that a request shows twice is here once.
-                pages = dict.fromkeys(host_page(mark) for mark in marks if is_on_host(mark))
-                if pages:
-                    yield index, list(pages)
+                yield index, list(dict.fromkeys(pages.values()))
 
     # Host memory as a whole
 
@@ -382,6 +378,17 @@ class HostCache:
             cache.clear()
         self._allocator.large_pages.surrender_all()
         self.num_lost += 1
+
+    def memory(self) -> MemoryReport:
+        """Return where every byte of host memory is."""
+        # Small pages tile their large page, in every page table.
+        table = self._tables[0]
+        large_page_bytes = table.pages.pages_per_large * table.spec.small_page_bytes
+        return MemoryReport(
+            tables=tuple(host_table_memory(table, self._allocator) for table in self._tables),
+            empty_large_bytes=self._allocator.large_pages.num_empty * large_page_bytes,
+            null_bytes=large_page_bytes,
+        )
 
     def report(self) -> HostReport:
         """Return the bytes cached here, and the bytes copied since start-up."""
@@ -399,6 +406,8 @@ class HostCache:
     def check(self) -> None:
         """Raise `InvariantError` unless every page is empty, or has a key and is evictable."""
         self._allocator.check()
+        memory = self.memory()
+        check_memory(memory, self._allocator.large_pages.num_pages * memory.null_bytes)
         for table, own, cache in zip(
             self._tables, self._allocator.tables, self._caches, strict=True
         ):

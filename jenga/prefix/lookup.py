@@ -1,7 +1,7 @@
 """Lookup of the longest cached prefix from which every page table can go on."""
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
 
 from jenga.arena.large_pages import NULL_PAGE
 from jenga.policies import ALL_PAGES, NEVER, RequestFacts
@@ -62,8 +62,9 @@ def longest_prefix(  # noqa: PLR0913  one question, all it depends on
         asked_tokens=asked_tokens,
         branch_tokens=branch_tokens,
         limit=limit,
-        pages=tuple(pages for pages, _ in reused),
-        has_missing=tuple(has_missing for _, has_missing in reused),
+        pages=tuple(each.pages for each in reused),
+        host_pages=tuple(each.host_pages for each in reused),
+        has_missing=tuple(each.has_missing for each in reused),
         facts=facts,
         prefix_hashes=prefix_hashes,
         version=version,
@@ -98,36 +99,51 @@ def _agree(
     return num_tokens, limit
 
 
-def _reused(
-    table: Table, facts: RequestFacts, found: _Found, num_tokens: int
-) -> tuple[list[int], bool]:
-    """Return the page table with which a request goes on from a prefix, or the pages to copy.
+class _Reused(NamedTuple):
+    """The fields of `PrefixHit` for one page table."""
 
-    Returns:
-        The pages, and whether one must be allocated.
-    """
+    pages: Sequence[int]
+    host_pages: Mapping[int, int]
+    has_missing: bool
+
+
+def _reused(table: Table, facts: RequestFacts, found: _Found, num_tokens: int) -> _Reused:
+    """Return the page table with which a request goes on from a prefix, or the pages to copy."""
     numbers = table.policy.reused_pages(facts, found, table.grain, num_tokens)
     if not numbers:
-        return [], False
-    first, end = numbers[0], numbers[-1] + 1
-    reused: list[int | None]
-    if len(numbers) == end - first:
-        reused = found[first:end]
-    else:
-        reused = [None] * (end - first)
-        for number in numbers:
-            reused[number - first] = found[number]
+        return _Reused((), {}, has_missing=False)
+    first = numbers[0]
+    is_either = isinstance(found, EitherPages)
+    reused = _pages_of(found.in_arena if is_either else found, numbers)
     has_missing = not all(reused)
+    host_pages: dict[int, int] = {}
     if has_missing:
         pages = [MISSING if page is None else page for page in reused]
+        if is_either:
+            before = 0 if table.policy.is_overwritten else first
+            host_pages = {
+                index: there
+                for index, (page, there) in enumerate(
+                    zip(reused, _pages_of(found.on_host, numbers), strict=True), before
+                )
+                if page is None and there is not None
+            }
     else:
         pages = cast("list[int]", reused)
-        has_missing = isinstance(found, EitherPages) and min(pages) < MISSING
-    if table.policy.is_overwritten:
-        return pages, has_missing
-    if not first:
-        return pages, has_missing
+    if table.policy.is_overwritten or not first:
+        return _Reused(pages, host_pages, has_missing)
     touched = table.policy.update_last_access(facts, num_tokens, num_tokens)
     num_given_up = min(first, table.pages_for(touched).start)
-    before = [NULL_PAGE] * num_given_up + [MISSING] * (first - num_given_up)
-    return before + pages, has_missing or num_given_up < first
+    before_pages = [NULL_PAGE] * num_given_up + [MISSING] * (first - num_given_up)
+    return _Reused(before_pages + pages, host_pages, has_missing or num_given_up < first)
+
+
+def _pages_of(found: FoundPages | list[int | None], numbers: Sequence[int]) -> list[int | None]:
+    """Return the pages from the first to the last number, with None for numbers left out."""
+    first, end = numbers[0], numbers[-1] + 1
+    if len(numbers) == end - first:
+        return found[first:end]
+    pages: list[int | None] = [None] * (end - first)
+    for number in numbers:
+        pages[number - first] = found[number]
+    return pages

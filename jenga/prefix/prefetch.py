@@ -15,10 +15,10 @@ from jenga.arena.allocator import Allocator
 from jenga.arena.ranks import LOADED_RANK
 from jenga.errors import InvariantError, NotLoadedError
 from jenga.policies import ALL_PAGES
-from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import PageCopy, PrefixHit, is_on_host
+from jenga.tables.request import PageCopy, PrefixHit
 
 STEP_BYTES = 256 << 20
 """Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
@@ -56,13 +56,13 @@ class _Load:
     sources: Sequence[int]
 
 
-class LoadingAhead:
+class Prefetch:
     """Puts admissions off, and orders the copies of pages that they would load."""
 
     __slots__ = (
         "_allocator",
         "_at_once_bytes",
-        "_evictions",
+        "_eviction_notices",
         "_hit",
         "_host",
         "_last",
@@ -79,7 +79,7 @@ class LoadingAhead:
         allocator: Allocator,
         tables: Sequence[Table],
         host: HostCache,
-        evictions: Evictions,
+        eviction_notices: EvictionNotices,
         requests: Mapping[str, object],
         *,
         at_once_bytes: int,
@@ -90,14 +90,14 @@ class LoadingAhead:
             allocator: Allocator of the arena.
             tables: Page tables of the arena.
             host: Host memory to load from.
-            evictions: Told when an allocation has evicted pages.
+            eviction_notices: Told when an allocation has evicted pages.
             requests: Running requests, by name.
             at_once_bytes: Most bytes that an admission may load while other requests run.
         """
         self._allocator = allocator
         self._tables = [table for table in tables if not table.policy.is_overwritten]
         self._host = host
-        self._evictions = evictions
+        self._eviction_notices = eviction_notices
         self._requests = requests
         self._at_once_bytes = at_once_bytes
         self._token_bytes = sum(table.spec.slot_bytes for table in self._tables)
@@ -108,7 +108,7 @@ class LoadingAhead:
         self._reserve_large_pages = 0
         self._last: tuple[str, int] = "", 0  # request put off last, and its bytes
 
-    def check(self, request_id: str, hit: PrefixHit, reserve_large_pages: int) -> None:
+    def refuse_unloaded(self, request_id: str, hit: PrefixHit, reserve_large_pages: int) -> None:
         """Put off an admission that has room, if running requests would wait for its loads.
 
         A request that was put off last, and has no less to load now, is not put off again.
@@ -124,9 +124,8 @@ class LoadingAhead:
         if not self._requests or not any(hit.has_missing):
             return
         num_bytes = sum(
-            sum(map(is_on_host, set(hit.pages[table.index]))) * table.spec.small_page_bytes
+            len(set(hit.host_pages[table.index].values())) * table.spec.small_page_bytes
             for table in self._tables
-            if hit.has_missing[table.index]
         )
         last_id, last_bytes = self._last
         self._last = request_id, num_bytes
@@ -154,7 +153,7 @@ class LoadingAhead:
             ]
             table.pages.rerank(left, table.clock.loose(len(left)))
 
-    def order(self, num_tokens: int) -> list[PageCopy]:
+    def prefetch_pages(self, num_tokens: int) -> list[PageCopy]:
         """Return copies for the admission put off in this step. Their content counts as cached now.
 
         Args:
@@ -171,13 +170,13 @@ class LoadingAhead:
         if not loads or not self._allocator.room(needs, reserve_large_pages=reserve).suffices:
             return []
         for load in loads:
-            self._host.hold(load.table, load.sources)
+            self._host.pin_pages(load.table, load.sources)
         taken = self._allocator.take(needs, needs, owner=_OWNER, reserve_large_pages=reserve)
         if taken is None:
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
         self._allocator.disown(_OWNER)
-        self._evictions.note()
+        self._eviction_notices.deliver()
         copies: list[PageCopy] = []
         for load in loads:
             table, pages = load.table, taken[load.table.index]
@@ -200,17 +199,13 @@ class LoadingAhead:
         """
         loads: list[_Load] = []
         for table in self._tables:
-            marks = hit.pages[table.index]
-            if not hit.has_missing[table.index] or table.cache is None:
+            host_pages = hit.host_pages[table.index]
+            if not host_pages or table.cache is None:
                 continue
             hashes = hit.prefix_hashes[: hit.asked_tokens // table.grain.hash_tokens]
             keys = table.policy.content_keys(hit.facts, hashes, table.grain, ALL_PAGES)
             # An image that a request shows twice is loaded once.
-            number_of = {
-                keys[number]: number
-                for number in reversed(range(len(marks)))
-                if is_on_host(marks[number])
-            }
+            number_of = {keys[number]: number for number in reversed(host_pages)}
             chosen: list[tuple[int, Hashable, int]] = []
             for key, number in reversed(number_of.items()):
                 source = self._host.page_of(table, key)

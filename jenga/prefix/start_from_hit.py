@@ -2,16 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jenga.arena.large_pages import NULL_PAGE
 from jenga.arena.small_pages import Sharing
+from jenga.policies import RequestFacts
 from jenga.prefix.checkpoints import Checkpoints
 from jenga.tables.page_table import Table
-from jenga.tables.request import MISSING, NO_LIMIT, PrefixHit, Request
+from jenga.tables.request import MISSING, NO_LIMIT, HitStart, PrefixHit
 from jenga.tables.stats import CacheReport, table_evictions
 
 
-class Hits:
+class _TableStart(NamedTuple):
+    """The fields of `HitStart` for one page table."""
+
+    pages: Sequence[int]
+    has_missing: bool
+    num_found: int
+    sharing: Sharing | None
+
+
+_NO_START = _TableStart((), has_missing=False, num_found=0, sharing=None)
+
+
+class HitStarts:
     """Gives requests the pages of their hits, and counts tokens hit and missed."""
 
     __slots__ = (
@@ -34,42 +48,37 @@ class Hits:
         self._asked_tokens = self._hit_tokens = 0
         self._limited_tokens = [0] * len(tables)
 
-    def start_from(self, request: Request, hit: PrefixHit, num_tokens: int) -> list[Sharing | None]:
-        """Give a new request the page tables of its hit, as far as this step touches them.
+    def prepare_start(self, hit: PrefixHit, facts: RequestFacts, num_tokens: int) -> HitStart:
+        """Return what a new request starts with. Nothing is changed.
 
-        Returns:
-            For each page table, the small pages found, which are not shared yet.
+        Args:
+            hit: The prefix that it starts from.
+            facts: Facts of the request.
+            num_tokens: Number of tokens after its first step.
         """
-        request.hit_tokens = hit.num_tokens
-        request.branch_tokens = hit.branch_tokens
-        found: list[Sharing | None] = [None] * len(self._tables)
-        for table in self._tables:
-            if hit.pages[table.index] and not table.policy.is_overwritten:
-                touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
-                pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
-                if hit.has_missing[table.index] and min(pages, default=0) < 0:
-                    # Pages to be loaded are missing as well.
-                    pages = [max(page, MISSING) for page in pages]
-                    request.has_missing[table.index] = True
-                    cached = [page for page in pages if page > 0]
-                else:
-                    num_given_up = pages.count(NULL_PAGE) if pages and pages[0] == NULL_PAGE else 0
-                    cached = pages[num_given_up:]
-                    request.committed[table.index] = request.found[table.index] = len(pages)
-                request.pages[table.index] = pages
-                if cached:
-                    has_images = bool(request.facts.images)
-                    found[table.index] = _sharing(table, cached, may_repeat=has_images)
-        return found
+        starts = [
+            _start_of_table(table, hit, facts, num_tokens)
+            if hit.pages[table.index] and not table.policy.is_overwritten
+            else _NO_START
+            for table in self._tables
+        ]
+        return HitStart(
+            hit=hit,
+            pages=tuple(start.pages for start in starts),
+            has_missing=tuple(start.has_missing for start in starts),
+            num_found=tuple(start.num_found for start in starts),
+            sharing=tuple(start.sharing for start in starts),
+        )
 
-    def share(self, found: Sequence[Sharing | None], hit: PrefixHit) -> None:
+    def share_pages(self, start: HitStart) -> None:
         """Add a user to the pages found, and make states to copy from the last to be evicted."""
-        for table, sharing in zip(self._tables, found, strict=True):
+        for table, sharing in zip(self._tables, start.sharing, strict=True):
             if sharing is not None:
                 table.pages.use(sharing)
                 if sharing.repeated:
                     table.pages.share(sharing.repeated)
-        self._checkpoints.protect(hit)
+        hit = start.hit
+        self._checkpoints.protect_hit(hit)
         self._asked_tokens += hit.asked_tokens
         self._hit_tokens += hit.num_tokens
         if hit.limit != NO_LIMIT:
@@ -86,6 +95,23 @@ class Hits:
             read_states=self._checkpoints.num_states_read,
             evictions=tuple(table_evictions(table) for table in self._tables),
         )
+
+
+def _start_of_table(
+    table: Table, hit: PrefixHit, facts: RequestFacts, num_tokens: int
+) -> _TableStart:
+    """Return what a new request starts with in one page table."""
+    touched = table.policy.update_last_access(facts, hit.num_tokens, num_tokens)
+    pages = hit.pages[table.index][: table.pages_for(touched).stop]
+    if hit.has_missing[table.index] and MISSING in pages:
+        has_missing, num_found = True, 0
+        cached: Sequence[int] = [page for page in pages if page > 0]
+    else:
+        has_missing, num_found = False, len(pages)
+        num_given_up = pages.count(NULL_PAGE) if pages and pages[0] == NULL_PAGE else 0
+        cached = pages[num_given_up:] if num_given_up else pages
+    sharing = _sharing(table, cached, may_repeat=bool(facts.images)) if cached else None
+    return _TableStart(pages, has_missing, num_found, sharing)
 
 
 def _sharing(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:

@@ -48,7 +48,7 @@ class _Expected:
         return self._most_bytes
 
 
-class SavingAhead:
+class WriteBack:
     """Orders copies of pages that will be evicted next."""
 
     __slots__ = ("_expected", "_host", "_tables", "_tree")
@@ -66,7 +66,7 @@ class SavingAhead:
         self._host = host
         self._expected = _Expected()
 
-    def order(self) -> list[PageCopy]:
+    def write_back_pages(self) -> list[PageCopy]:
         """Return copies of pages that the next step will probably evict, if new in host memory.
 
         Call this once in every step.

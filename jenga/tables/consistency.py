@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jenga.errors import InvariantError
-from jenga.tables.content_index import PrefixCache
+from jenga.tables.content_index import ContentIndex
 from jenga.tables.page_table import Table
 from jenga.tables.request import Request
 
@@ -22,14 +22,14 @@ def check_request(request: Request, tables: Sequence[Table]) -> None:
             f"{request.hit_tokens}, {processed} are counted as processed"
         )
         raise InvariantError(msg)
-    most_kept = max([request.committed_tokens, *request.pending])
+    most_kept = max([request.committed_tokens, *request.checkpoints.pending])
     if most_kept > num_tokens:
         msg = f"owner {owner} has slots for {num_tokens} tokens, and cached content of {most_kept}"
         raise InvariantError(msg)
     for table in tables:
-        pages, page_slots = request.pages[table.index], table.grain.page_slots
+        pages, page_slots = request.pages.small_pages[table.index], table.grain.page_slots
         touched = table.policy.update_last_access(request.facts, processed, num_tokens)
-        first, num_slots = request.first[table.index], len(pages) * page_slots
+        first, num_slots = request.pages.num_given_up[table.index], len(pages) * page_slots
         if first != touched.start // page_slots or touched.stop > num_slots:
             msg = (
                 f"{table.spec.name!r} of owner {owner}: slots {touched} are read after {processed} "
@@ -47,13 +47,16 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
     """
     users: dict[int, int] = {}
     for request in requests:
-        pages, first = request.pages[table.index], request.first[table.index]
+        pages, first = (
+            request.pages.small_pages[table.index],
+            request.pages.num_given_up[table.index],
+        )
         if any(page <= 0 for page in pages[first:]) or any(pages[:first]):
             msg = f"{table.spec.name!r} of owner {request.owner}: {pages} with {first} given up"
             raise InvariantError(msg)
         pending = [
             page
-            for kept in request.pending.values()
+            for kept in request.checkpoints.pending.values()
             for index, page in kept
             if index == table.index
         ]
@@ -70,7 +73,7 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         _check_cache(table, table.cache, set(users))
 
 
-def _check_cache(table: Table, cache: PrefixCache, used: set[int]) -> None:
+def _check_cache(table: Table, cache: ContentIndex, used: set[int]) -> None:
     cache.check()
     stamps = table.pages.stamps
     cached = {page for page, key in enumerate(cache.keys) if key is not None}

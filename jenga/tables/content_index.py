@@ -30,7 +30,27 @@ class CacheChange:
     is_on_host: bool = False
 
 
-class PrefixCache:
+class ChangeLog:
+    """Changes of cached content, in the order in which they happened."""
+
+    __slots__ = ("_changes",)
+
+    def __init__(self) -> None:
+        """Start without changes."""
+        self._changes: list[CacheChange] = []
+
+    def record_change(self, change: CacheChange) -> None:
+        """Add a change after all others."""
+        self._changes.append(change)
+
+    def take_changes(self) -> list[CacheChange]:
+        """Return all changes since the last call, in order."""
+        changes = self._changes
+        self._changes = []
+        return changes
+
+
+class ContentIndex:
     """Content keys of one page table's small pages. Each key has one page.
 
     Attributes:
@@ -119,17 +139,17 @@ class PrefixCache:
             raise InvariantError(msg)
 
 
-class RecordingCache(PrefixCache):
-    """A prefix cache that records its changes, in order."""
+class RecordingIndex(ContentIndex):
+    """An index that records its changes, in order."""
 
-    __slots__ = ("_changes", "_is_on_host", "_table_index")
+    __slots__ = ("_is_on_host", "_log", "_table_index")
 
     def __init__(
         self,
         num_pages: int,
         row: PageRow,
         table_index: int,
-        changes: list[CacheChange],
+        changes: ChangeLog,
         *,
         is_on_host: bool = False,
     ) -> None:
@@ -139,18 +159,18 @@ class RecordingCache(PrefixCache):
             num_pages: Number of small pages, held by the page table or not.
             row: Returns the numbers of consecutive held pages.
             table_index: The page table.
-            changes: List to which changes are appended.
+            changes: Records the changes.
             is_on_host: Whether the pages are those of host memory.
         """
         super().__init__(num_pages, row)
         self._table_index = table_index
-        self._changes = changes
+        self._log = changes
         self._is_on_host = is_on_host
 
     def enter(
         self, pages: Sequence[int], keys: Sequence[Hashable]
     ) -> dict[int, tuple[int, Hashable]]:
-        """See `PrefixCache`. A key that had a page before is no change."""
+        """See `ContentIndex`. A key that had a page before is no change."""
         known = {None, *(key for key in keys if key in self._pages)}
         is_new: list[bool] = []
         for page, key in zip(pages, keys, strict=True):
@@ -164,7 +184,7 @@ class RecordingCache(PrefixCache):
         return others
 
     def enter_page(self, page: int, key: Hashable) -> bool:
-        """See `PrefixCache`. A key that had a page before is no change."""
+        """See `ContentIndex`. A key that had a page before is no change."""
         was_found = key in self._pages
         is_entered = super().enter_page(page, key)
         if is_entered and not was_found:
@@ -172,7 +192,7 @@ class RecordingCache(PrefixCache):
         return is_entered
 
     def forget(self, pages: Iterable[int]) -> None:
-        """See `PrefixCache`."""
+        """See `ContentIndex`."""
         gone = list(pages)
         keys = [self.keys[page] for page in gone]
         super().forget(gone)
@@ -186,4 +206,4 @@ class RecordingCache(PrefixCache):
             keys=tuple(keys),
             is_on_host=self._is_on_host,
         )
-        self._changes.append(change)
+        self._log.record_change(change)

@@ -7,7 +7,6 @@ decode steps therefore query no page table at all.
 from collections.abc import Sequence
 
 from jenga.arena.large_pages import NULL_PAGE
-from jenga.arena.small_pages import Sharing
 from jenga.policies import NEVER
 from jenga.tables.capacity import Capacity
 from jenga.tables.page_table import Table
@@ -44,23 +43,23 @@ class Growth:
         # Number of small pages from which a request counts as long.
         self._long_pages = [APART_LARGE_PAGES * pages or NEVER for pages in self._apart_pages]
 
-    def give_up(self, request: Request, num_processed_tokens: int) -> None:
+    def give_up(self, request: Request) -> None:
         """Give up pages that are outside every future window. They count as last used a step ago.
 
         No page is given up before `request.shrinks_at` processed tokens.
         """
-        request.num_processed_tokens = num_processed_tokens
-        facts = request.facts
+        num_processed_tokens, facts = request.num_processed_tokens, request.facts
+        own = request.pages
         # Only a request that is admitted with a hit has more processed tokens than slots.
         num_tokens = request.num_tokens or num_processed_tokens
-        for index, release in enumerate(request.releases):
+        for index, release in enumerate(own.release_at):
             if num_processed_tokens < release:
                 continue
             table = self._tables[index]
             policy, page_slots = table.policy, table.grain.page_slots
             touched = policy.update_last_access(facts, num_processed_tokens, num_tokens)
             start, end = touched.start // page_slots, -(-touched.stop // page_slots)
-            pages, first = request.pages[index], request.first[index]
+            pages, first = own.small_pages[index], own.num_given_up[index]
             num_pages = len(pages)
             if first < start:
                 # A request may start with its first tokens already outside the window.
@@ -69,37 +68,39 @@ class Growth:
                 if pages[start - 1] != NULL_PAGE:
                     table.leave_pages(pages[first:start])
                 pages[first:start] = [NULL_PAGE] * (start - first)
-                request.first[index] = start
+                own.num_given_up[index] = start
             if end < num_pages and request.num_tokens:
                 table.leave_pages(pages[max(start, end) :])
                 del pages[end:]
-                request.found[index] = min(request.found[index], end)
-            request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
-            if request.releases[index] == NEVER or len(pages) != num_pages or not first:
+                own.num_found[index] = min(own.num_found[index], end)
+            own.release_at[index] = policy.next_release(facts, num_processed_tokens, page_slots)
+            if own.release_at[index] == NEVER or len(pages) != num_pages or not first:
                 self._measure(request, table)
-        request.shrinks_at = min(request.releases)
+        request.shrinks_at = min(own.release_at)
 
     def _measure(self, request: Request, table: Table) -> None:
         """Store for how many tokens the pages of a page table suffice."""
-        pages = request.pages[table.index]
-        request.max_tokens[table.index] = table.policy.max_tokens(
-            request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
+        own, index = request.pages, table.index
+        num_slots = len(own.small_pages[index]) * table.grain.page_slots
+        own.max_tokens[index] = table.policy.max_tokens(
+            request.facts, request.num_processed_tokens, num_slots
         )
-        if request.has_missing[table.index]:
-            request.max_tokens[table.index] = 0
-        request.grows_at = min(request.max_tokens) + 1
+        if own.has_missing[index]:
+            own.max_tokens[index] = 0
+        request.grows_at = min(own.max_tokens) + 1
 
     def needs(self, request: Request, num_tokens: int) -> list[int]:
         """Return the small pages to take in each page table for `num_tokens` tokens."""
+        own = request.pages
         needs = [0] * len(self._tables)
-        for index, max_tokens in enumerate(request.max_tokens):
+        for index, max_tokens in enumerate(own.max_tokens):
             if num_tokens > max_tokens:
-                table, pages = self._tables[index], request.pages[index]
+                table, pages = self._tables[index], own.small_pages[index]
                 touched = table.policy.update_last_access(
                     request.facts, request.num_processed_tokens, num_tokens
                 )
                 needs[index] = -(-touched.stop // table.grain.page_slots) - len(pages)
-                if request.has_missing[index]:
+                if own.has_missing[index]:
                     needs[index] += pages.count(MISSING)
         return needs
 
@@ -120,8 +121,8 @@ class Growth:
 
     def _is_apart(self, request: Request, index: int, need: int) -> bool:
         """Whether a request is long, and has or takes enough own pages to fill a large page."""
-        num_pages = len(request.pages[index])
-        num_own = num_pages - request.found[index] + need
+        num_pages = len(request.pages.small_pages[index])
+        num_own = num_pages - request.pages.num_found[index] + need
         return num_pages >= self._long_pages[index] and num_own >= self._apart_pages[index]
 
     def next_needs(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
@@ -132,15 +133,16 @@ class Growth:
             tokens for which its pages then suffice. None if more pages are needed, or if one is
             missing.
         """
+        own = request.pages
         found: list[tuple[int, int, int]] = []
-        for index, max_tokens in enumerate(request.max_tokens):
+        for index, max_tokens in enumerate(own.max_tokens):
             if num_tokens > max_tokens:
-                table, num_pages = self._tables[index], len(request.pages[index])
+                table, num_pages = self._tables[index], len(own.small_pages[index])
                 num_slots = (num_pages + 1) * table.grain.page_slots
                 most_tokens = table.policy.max_tokens(
                     request.facts, request.num_processed_tokens, num_slots
                 )
-                if num_tokens > most_tokens or request.has_missing[index]:
+                if num_tokens > most_tokens or own.has_missing[index]:
                     return None
                 is_long = self._is_apart(request, index, 1)
                 expected = 1 + self._apart_pages[index] if is_long else 1
@@ -150,10 +152,11 @@ class Growth:
     def further_pages(
         self,
         request: Request,
-        found: Sequence[Sharing | None] | None,
         needs: Sequence[int],
         chunk_tokens: int,
         full_tokens: int,
+        *,
+        is_shared: bool,
     ) -> list[int]:
         """Return the small pages still to take before `full_tokens` tokens, at the peak.
 
@@ -162,40 +165,60 @@ class Growth:
 
         Args:
             request: The request.
-            found: At admission, for each page table, the small pages of the hit. None for a running
-                request.
             needs: Small pages that it takes in this step.
             chunk_tokens: Most tokens that a step computes.
             full_tokens: Number of tokens to reach.
+            is_shared: Whether the request is counted as a user of all its pages. False while it is
+                admitted with a hit.
         """
         facts = request.facts
         peaks = self._capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)
         further: list[int] = []
         for table, peak, need in zip(self._tables, peaks, needs, strict=True):
-            small_pages, pages = table.pages, request.pages[table.index]
+            small_pages, pages = table.pages, request.pages.small_pages[table.index]
             at_end = table.policy.update_last_access(facts, full_tokens - 1, full_tokens)
-            first = request.first[table.index]
+            first = request.pages.num_given_up[table.index]
             lasting = min(max(first, table.pages_for(at_end).start), len(pages))
             num_kept = len(pages) - lasting
-            if request.has_missing[table.index]:
+            if request.pages.has_missing[table.index]:
                 num_kept -= pages[lasting:].count(MISSING)
             passing = {page for page in pages[first:lasting] if page > 0}
-            if found is None:
+            if is_shared:
                 num_kept += sum(page not in small_pages.shares for page in passing)
             else:
                 num_kept += sum(small_pages.stamps[page] >= 0 for page in passing)
             further.append(max(need, peak - num_kept))
         return further
 
+    def append_next(
+        self,
+        request: Request,
+        needs: Sequence[tuple[int, int, int]],
+        taken: Sequence[Sequence[int]],
+    ) -> None:
+        """Append the pages that `next_needs` asked for.
+
+        Args:
+            request: The request.
+            needs: The answer of `next_needs`.
+            taken: For each page table, its new page, if it needs one.
+        """
+        own = request.pages
+        for index, _, max_tokens in needs:
+            own.small_pages[index] += taken[index]
+            own.max_tokens[index] = max_tokens
+        request.grows_at = min(own.max_tokens) + 1
+
     def append(self, request: Request, taken: Sequence[list[int]]) -> None:
         """Put new pages into the gaps of the page tables first, and append the others."""
+        own = request.pages
         for index, new_pages in enumerate(taken):
             if not new_pages:
                 continue
-            table, pages = self._tables[index], request.pages[index]
+            table, pages = self._tables[index], own.small_pages[index]
             num_missing = 0
-            if request.has_missing[index]:
-                request.has_missing[index] = False
+            if own.has_missing[index]:
+                own.has_missing[index] = False
                 holes = [number for number, page in enumerate(pages) if page == MISSING]
                 num_missing = len(holes)
                 for number, page in zip(holes, new_pages, strict=False):

@@ -11,7 +11,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.geometry import Geometry, PageTable
 from jenga.policies import Grain, LayerPolicy
-from jenga.tables.content_index import CacheChange, PrefixCache, RecordingCache
+from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.request import Request
 
 
@@ -39,7 +39,7 @@ class Table:
     policy: LayerPolicy
     grain: Grain
     pages: WholePages | SplitPages
-    cache: PrefixCache | None
+    cache: ContentIndex | None
     clock: RankClock
     pins: list[int] = field(default_factory=list[int])
     owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
@@ -71,12 +71,12 @@ class Table:
         Returns:
             Whether older pages were replaced.
         """
-        start = request.committed[self.index]
+        start = request.pages.num_committed[self.index]
         if self.cache is None or start >= end:
             return False
         keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
-        request.committed[self.index] = start + len(keys)
-        pages = request.pages[self.index][start : start + len(keys)]
+        request.pages.num_committed[self.index] = start + len(keys)
+        pages = request.pages.small_pages[self.index][start : start + len(keys)]
         if len(keys) == 1 and self.cache.enter_page(pages[0], keys[0]):
             return False
         others = self.cache.enter(pages, keys)
@@ -104,15 +104,15 @@ class Table:
         Returns:
             Whether there were any.
         """
-        first = request.first[self.index]
-        end = min(end, request.committed[self.index])
+        first = request.pages.num_given_up[self.index]
+        end = min(end, request.pages.num_committed[self.index])
         if self.cache is None or first >= end:
             return False
         keys = self.policy.content_keys(
             request.facts, request.prefix_hashes, self.grain, range(first, end)
         )
         key_of = self.cache.keys
-        pages = request.pages[self.index]
+        pages = request.pages.small_pages[self.index]
         missing = [
             (pages[number], key)
             for number, key in enumerate(keys, first)
@@ -169,12 +169,12 @@ class Table:
 
     # Users
 
-    def end(self, request: Request) -> None:
+    def release_request(self, request: Request) -> None:
         """Release the pages that an ending request still has."""
         index = self.index
-        first = request.first[index]
-        num_found = max(0, request.found[index] - first)
-        self.leave_pages(request.pages[index][first:], num_cached=num_found)
+        first = request.pages.num_given_up[index]
+        num_found = max(0, request.pages.num_found[index] - first)
+        self.leave_pages(request.pages.small_pages[index][first:], num_cached=num_found)
 
     def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
         """Remove one user from each page. Unused pages become evictable if cached, else empty.
@@ -292,7 +292,7 @@ def build_tables(
     *,
     hash_tokens: int,
     prefix_caching: bool,
-    changes: list[CacheChange] | None = None,
+    changes: ChangeLog | None = None,
 ) -> tuple[Table, ...]:
     """Build the page tables of a geometry.
 
@@ -301,7 +301,7 @@ def build_tables(
         allocator: Allocator of their pages.
         hash_tokens: Number of tokens that each further prefix hash covers.
         prefix_caching: Whether content stays cached for other requests.
-        changes: List to which changes of cached content are appended. None records no changes.
+        changes: Records changes of cached content. None records no changes.
 
     Raises:
         ValueError: With prefix caching, neither of page size and `hash_tokens` divides the other.
@@ -322,9 +322,9 @@ def build_tables(
                 )
                 raise ValueError(msg)
             if changes is None:
-                cache = PrefixCache(num_pages, pages.row)
+                cache = ContentIndex(num_pages, pages.row)
             else:
-                cache = RecordingCache(num_pages, pages.row, index, changes)
+                cache = RecordingIndex(num_pages, pages.row, index, changes)
         tables.append(
             Table(
                 index=index,

@@ -185,7 +185,10 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
     page_slots, shares = table.grain.page_slots, table.pages.shares
     dead_slots: dict[int, list[int]] = {}
     for request in requests:
-        pages, first = request.pages[table.index], request.first[table.index]
+        pages, first = (
+            request.pages.small_pages[table.index],
+            request.pages.num_given_up[table.index],
+        )
         if first == len(pages):
             continue
         touched = table.policy.update_last_access(

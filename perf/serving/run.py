@@ -219,7 +219,7 @@ class Runner:
         oracle = Oracle(requests) if system == ORACLE else None
         arena = self._arena(system, arena_bytes, oracle)
         if oracle is not None and isinstance(arena, ManagedArena):
-            oracle.attach(arena.manager._tree)  # pyright: ignore[reportPrivateUsage]
+            oracle.attach(arena.manager.prefix_cache.tree)
         ended = _Ended(arriving.warming)
         replay = Replay(
             requests,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jenga.admission.gate import IDLE_STEPS
-from jenga.admission.reserve import REMEMBERED_REQUESTS, Admission
+from jenga.admission.reserve import REMEMBERED_REQUESTS, CacheReserve
 from jenga.arena.small_pages import Sharing
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager
@@ -145,7 +145,7 @@ def test_nothing_is_left_for_conversations_which_no_other_request_reads():
 def admission_of(num_cached, left_share, **options):
     """Of an arena of a hundred large pages, so many of which hold cached content alone."""
     pages = SimpleNamespace(num_pages=100, reclaimable=SimpleNamespace(num_queued=num_cached))
-    return Admission(SimpleNamespace(large_pages=pages), left_share, **options)
+    return CacheReserve(SimpleNamespace(large_pages=pages), left_share, **options)
 
 
 @pytest.mark.parametrize(
@@ -156,34 +156,34 @@ def test_reserve_is_what_is_cached_and_no_more_than_is_read_again(
     num_cached, reread_tokens, reserve
 ):
     admission = admission_of(num_cached, 0.5)
-    assert admission.reserve(None) == 0
-    admission.note(reread_tokens, 100)
-    assert admission.reserve(None) == reserve
+    assert admission.large_pages_to_leave(None) == 0
+    admission.count_admission(reread_tokens, 100)
+    assert admission.large_pages_to_leave(None) == reserve
 
 
 @pytest.mark.parametrize(("num_pinned", "reserve"), [(4, 6), (10, 0), (14, 0)])
 def test_pages_of_the_hit_itself_are_not_left(num_pinned, reserve):
     admission = admission_of(10, 0.5)
-    admission.note(1, 1)
+    admission.count_admission(1, 1)
     pinned = Sharing(pages=[], revived=[], revived_of={}, num_pinned=num_pinned, added_spare=0)
-    assert admission.reserve([pinned, None]) == reserve
+    assert admission.large_pages_to_leave([pinned, None]) == reserve
 
 
 def test_what_was_long_ago_counts_little():
     admission = admission_of(99, 0.99)
     for _ in range(1000):
-        admission.note(100, 100)
-    assert admission.reserve(None) == 99
+        admission.count_admission(100, 100)
+    assert admission.large_pages_to_leave(None) == 99
     for _ in range(200):
-        admission.note(0, 100)
-    assert 0 < admission.reserve(None) < 10
+        admission.count_admission(0, 100)
+    assert 0 < admission.large_pages_to_leave(None) < 10
 
 
 def test_prompts_of_the_queue_count_as_well():
     admission = admission_of(80, 0.5)
-    assert admission.reserve(None, reread_tokens=30, asked_tokens=100) == 15
-    admission.note(0, 100)
-    assert admission.reserve(None, reread_tokens=100, asked_tokens=100) == 25
+    assert admission.large_pages_to_leave(None, reread_tokens=30, asked_tokens=100) == 15
+    admission.count_admission(0, 100)
+    assert admission.large_pages_to_leave(None, reread_tokens=100, asked_tokens=100) == 25
 
 
 def test_less_is_left_the_less_of_the_work_prompts_are():
@@ -191,12 +191,14 @@ def test_less_is_left_the_less_of_the_work_prompts_are():
     for _ in range(30):
         admission.count_step()
     assert admission.prompt_share == 1  # nothing was asked for yet
-    admission.note(100, 100)
+    admission.count_admission(100, 100)
     share = 100 / (100 + 30 * (1 - 1 / REMEMBERED_REQUESTS) * 10)
     assert admission.prompt_share == pytest.approx(share)
-    assert admission.reserve(None) == int(80 * share**2)
+    assert admission.large_pages_to_leave(None) == int(80 * share**2)
     # Prompts of the queue are read again or not, but no work until they come in.
-    assert admission.reserve(None, reread_tokens=100, asked_tokens=300) == int(40 * share**2)
+    assert admission.large_pages_to_leave(None, reread_tokens=100, asked_tokens=300) == int(
+        40 * share**2
+    )
 
 
 def test_steps_count_while_requests_wait():

@@ -5,7 +5,8 @@ from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
 from jenga.policies import RequestFacts
 from jenga.prefix.checkpoint_tree import CheckpointTree
-from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.copy_orders import CopyOrders
+from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import build_tables
 
@@ -29,7 +30,7 @@ class Arena:
         self.tables = build_tables(
             cut, self.allocator, hash_tokens=HASH_TOKENS, prefix_caching=True
         )
-        self.copies = []
+        self.copies = CopyOrders()
         self.host = None
         if num_host_large_pages:
             self.host = HostCache(self.tables, self.copies, num_large_pages=num_host_large_pages)
@@ -42,7 +43,7 @@ class Arena:
             host=self.host,
         )
         self.allocator.large_pages.evictor = self.tree.evict_one
-        self.evictions = Evictions(self.allocator, self.tables)
+        self.eviction_notices = EvictionNotices(self.allocator, self.tables)
         self.of_text = [
             table
             for table in self.tables
@@ -55,7 +56,7 @@ class Arena:
         needs = [0] * len(self.tables)
         needs[index] = num_pages
         taken = self.allocator.take(needs, needs, owner=1)
-        self.evictions.note()
+        self.eviction_notices.deliver()
         return None if taken is None else taken[index]
 
     def write(self, text):
@@ -85,7 +86,7 @@ class Arena:
                 self.release(state_pages)
                 return None
             state_pages.append((table.index, pages[0]))
-        stand = stand or self.tree.stand_of(hashes(text), FACTS, 0)
+        stand = stand or self.tree.last_node(hashes(text), FACTS, 0)
         node = self.tree.keep(
             stand, hashes(text), FACTS, num_tokens, kind, past, state_pages=state_pages
         )

@@ -17,7 +17,6 @@ from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.spec import ImageEmbedding
-from jenga.tables.request import is_on_host
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
@@ -164,7 +163,10 @@ class CacheMachine(RuleBasedStateMachine):
                 page_tokens = self.geometry.page_tables[index].tokens_per_page
                 end = start + -(-each.num_tokens // page_tokens)
                 held = self.manager.page_table(run.request_id, index)
-                found = [page > 0 or is_on_host(page) for page in pages[start:end]]
+                found = [
+                    page > 0 or number in hit.host_pages[index]
+                    for number, page in enumerate(pages[start:end], start)
+                ]
                 kept = [page > 0 for page in held[start:end]]
                 # Embeddings are not wanted once read; cross attention wants them to the end.
                 is_embedding = isinstance(
@@ -262,8 +264,8 @@ class CacheMachine(RuleBasedStateMachine):
                 found.difference_update(change.keys)
         caches = [table.cache.keys for table in self.manager._tables]
         assert self.found == [{key for key in keys if key is not None} for keys in caches]
-        if self.manager._host is not None:
-            caches = [cache.keys for cache in self.manager._host._caches]
+        if self.manager.prefix_cache.host is not None:
+            caches = [cache.keys for cache in self.manager.prefix_cache.host._caches]
             assert self.hosted == [{key for key in keys if key is not None} for keys in caches]
 
     def teardown(self):
@@ -275,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request_id in self.waiting:
             self.manager.withdraw(request_id)
         self.manager.check()
-        assert not self.manager._tree.awaited
+        assert not self.manager.prefix_cache.tree.awaited
         memory = self.manager.memory()
         assert memory.used_bytes == sum(table.useless_bytes for table in memory.tables) == 0
         assert self.manager.reset_prefix_cache()

@@ -10,7 +10,7 @@ from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.prefix import prefetch
 from jenga.spec import ImageEmbedding
-from jenga.tables.request import CopyPath, is_on_host
+from jenga.tables.request import CopyPath
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED, WINDOWED, full, geometry, sliding, state
 from tests.machines.wholeness import assert_checkpoints_are_whole
@@ -129,10 +129,11 @@ class Pressure:
             held = self.manager.page_table(run.request_id, index)
             for image in run.images:
                 end = start + -(-image.num_tokens // table.tokens_per_page)
-                marks = hit.pages[index][start:end]
+                pages = hit.pages[index][start:end]
                 # Of an image that begins after the first step nothing is taken from the hit.
-                found = len(marks) == len(held[start:end]) == end - start and all(
-                    mark > 0 or is_on_host(mark) for mark in marks
+                found = len(pages) == len(held[start:end]) == end - start and all(
+                    page > 0 or number in hit.host_pages[index]
+                    for number, page in enumerate(pages, start)
                 )
                 is_embedding = isinstance(table.layer_type, ImageEmbedding)
                 if found or (is_embedding and image.end_token <= hit.num_tokens):

@@ -22,7 +22,7 @@ from tests.machines.geometries import ALL, HOMOGENEOUS, HYBRID, MIXED, WINDOWED
 
 def dump(manager):
     """Everything a manager knows but who was refused while nobody else ran, comparable."""
-    entry = manager._entry
+    entry = manager._gate
     refused, entry._refused_alone = entry._refused_alone, None
     dumped = pickle.dumps(manager.__dict__)
     entry._refused_alone = refused
@@ -132,7 +132,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def pages_are_promised_for_the_rest_of_prompts(self):
         if not hasattr(self, "manager"):
             return
-        promised = self.manager._taking.promised_beside(None)
+        promised = self.manager._allocation.promised_beside(None)
         for index, table in enumerate(self.tables):
             if not isinstance(table.layer_type, FullAttention):
                 continue

@@ -12,7 +12,7 @@ def assert_checkpoints_are_whole(manager, hash_tokens):
 
     Hashes are those of `Run`, which say what text they are of.
     """
-    tree = manager._tree
+    tree = manager.prefix_cache.tree
     for node in tree._by_key.values():
         if not node.is_kept or not isinstance(node.key, bytes):
             continue

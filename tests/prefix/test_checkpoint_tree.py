@@ -9,7 +9,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
 from jenga.prefix import checkpoint_tree
-from jenga.tables.content_index import PrefixCache
+from jenga.tables.content_index import ContentIndex
 from tests.eviction.arena import FACTS, Arena, hashes
 from tests.machines.geometries import cross, full, geometry, sliding, state
 
@@ -68,7 +68,7 @@ def test_what_a_checkpoint_needs_stays_when_all_else_goes(cut):
     arena.allocator.large_pages.evictor = None
     while 0 <= large_pages.reclaimable.peek_rank() < KEPT_RANK:
         large_pages.make_empty(large_pages.num_empty + 1, 0)
-        arena.evictions.note()
+        arena.eviction_notices.deliver()
         arena.check()
 
     assert arena.is_kept(TEXT, 16)
@@ -98,7 +98,7 @@ def test_a_point_without_its_states_is_not_kept():
     assert arena.write(TEXT[:32])
 
     node = arena.tree.keep(
-        arena.tree.stand_of(hashes(TEXT), FACTS, 0),
+        arena.tree.last_node(hashes(TEXT), FACTS, 0),
         hashes(TEXT[:32]),
         FACTS,
         16,
@@ -214,14 +214,14 @@ def test_the_last_node_of_a_text_is_found_within_any_of_its_tokens():
         arena.written(text[: len(text) // 4 * 4], num_tokens)
 
     stands = {
-        num_tokens: arena.tree.stand_of(hashes(TEXT), FACTS, num_tokens).num_tokens
+        num_tokens: arena.tree.last_node(hashes(TEXT), FACTS, num_tokens).num_tokens
         for num_tokens in (0, 12, 16, 20, 24, 36, 40, 56)
     }
 
     # Where the other text parts, after 24 tokens, there is a node that is not kept.
     assert stands == {0: 0, 12: 0, 16: 16, 20: 16, 24: 24, 36: 24, 40: 40, 56: 40}
     unknown = "an unknown text"
-    assert arena.tree.stand_of(hashes(unknown), FACTS, 12).num_tokens == 0
+    assert arena.tree.last_node(hashes(unknown), FACTS, 12).num_tokens == 0
 
 
 @pytest.mark.parametrize("cut", [FULL, TWO_SIZES, STATES, MIXED], ids=lambda cut: cut.name)
@@ -434,7 +434,7 @@ def test_of_a_checkpoint_that_goes_whole_all_is_said_to_go_or_nothing():
 
 
 def turned_down(arena, text, num_tokens, kind=Kind.PROMPT_END):
-    stand = arena.tree.stand_of(hashes(text), FACTS, 0)
+    stand = arena.tree.last_node(hashes(text), FACTS, 0)
     is_turned_down = arena.tree.turns_down(stand, hashes(text), num_tokens, kind, Past.NEW_TEXT)
     arena.check()
     return is_turned_down
@@ -607,8 +607,8 @@ def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypat
     used(arena, TEXT[:48])
     node = arena.keep(TEXT, 32, Kind.ANSWER_END)
     taken = arena.tree.take_states(node, next_tokens=48)
-    looked_up, get = [], PrefixCache.get
-    monkeypatch.setattr(PrefixCache, "get", lambda *args: looked_up.append(args[1]) or get(*args))
+    looked_up, get = [], ContentIndex.get
+    monkeypatch.setattr(ContentIndex, "get", lambda *args: looked_up.append(args[1]) or get(*args))
 
     longer = arena.tree.keep(
         node, hashes(TEXT), FACTS, 48, Kind.ANSWER_END, Past.NEW_TEXT, state_pages=taken

@@ -59,7 +59,7 @@ def ask(manager, num_tokens, *, keys=None, name="r"):
 
 def kept(manager, keys):
     """Tokens of a text's checkpoints -> of which kind they are."""
-    tree = manager._tree
+    tree = manager.prefix_cache.tree
     nodes = ((tokens, tree.at(keys, tokens)) for tokens in range(16, 16 * len(keys) + 1, 16))
     return {tokens: node.point.kind for tokens, node in nodes if node is not None and node.is_kept}
 
@@ -119,7 +119,7 @@ def test_places_are_multiples_of_all_pages(cut):
 
 def test_with_pages_of_two_sizes_checkpoints_are_at_multiples_of_the_larger():
     manager = manager_of(TWO_SIZES)
-    assert manager._tree.align_tokens == 32
+    assert manager.prefix_cache.tree.align_tokens == 32
 
     assert ask(manager, 112) == 0
 
@@ -210,7 +210,7 @@ def test_a_hit_without_a_checkpoint_becomes_one():
 
 
 def past_of(manager, keys, num_tokens):
-    return manager._tree.at(keys, num_tokens).point.past
+    return manager.prefix_cache.tree.at(keys, num_tokens).point.past
 
 
 def test_points_tell_what_their_request_did():
@@ -236,15 +236,15 @@ def test_time_is_what_is_computed_of_prompts_and_answers():
     manager = manager_of(FULL)
     token_bytes = FULL.page_tables[0].small_page_bytes // 16
     ask(manager, 64)
-    assert manager._tree.history.time == 64 * token_bytes
+    assert manager.prefix_cache.tree.history.time == 64 * token_bytes
     come(manager, "b", 64)
-    assert manager._tree.history.time == (64 + 16) * token_bytes
+    assert manager.prefix_cache.tree.history.time == (64 + 16) * token_bytes
     manager.allocate("b", num_tokens=97, num_processed_tokens=64)
     manager.commit("b", hashes(96), 96)
 
     manager.free("b")
 
-    assert manager._tree.history.time == (64 + 16 + 32) * token_bytes
+    assert manager.prefix_cache.tree.history.time == (64 + 16 + 32) * token_bytes
 
 
 # States that are not final yet
@@ -370,7 +370,7 @@ def test_a_state_that_was_kept_by_another_and_evicted_meanwhile_makes_no_checkpo
     manager.allocate("c", num_tokens=64, hit=hit)
     assert manager.keep_state("c", keys[2], 48)
     manager.free("b")
-    manager._tree.evict(manager._tree.at(keys, 48))
+    manager.prefix_cache.tree.evict(manager.prefix_cache.tree.at(keys, 48))
     manager.check()
 
     manager.commit("c", keys, 64)
@@ -561,7 +561,7 @@ def test_a_request_whose_page_was_not_entered_leaves_a_checkpoint_once_the_other
     ask(manager, 128)
     manager.allocate("b", num_tokens=128)
     manager.commit("b", keys, 128)
-    while manager._tree.evict_one():
+    while manager.prefix_cache.tree.evict_one():
         manager.check()
 
     manager.free("b")
@@ -592,7 +592,7 @@ def with_images(manager, name, *, prefix="p", contents=(b"cat",), num_tokens=40)
 
 
 def image(manager, content):
-    return manager._tree.image(manager._tables[1], content)
+    return manager.prefix_cache.tree.image(manager._tables[1], content)
 
 
 def test_an_image_is_a_checkpoint_of_its_own_and_read_by_whoever_shows_it_again():
@@ -616,7 +616,7 @@ def test_an_image_shown_twice_in_one_request_is_one_checkpoint(prefix):
 
     assert found[:2] == found[2:4]
     assert image(manager, b"cat").num_tokens == 32
-    while manager._tree.evict_one():
+    while manager.prefix_cache.tree.evict_one():
         manager.check()
     assert image(manager, b"cat") is None
 
@@ -628,7 +628,7 @@ def test_an_image_that_lost_its_checkpoint_in_use_has_one_again_when_it_is_shown
     )
     manager.allocate("a", num_tokens=20, facts=facts)
     manager.commit("a", hashes(20), 20)
-    manager._tree.evict(image(manager, b"cat"))
+    manager.prefix_cache.tree.evict(image(manager, b"cat"))
     assert image(manager, b"cat") is None
 
     assert len(with_images(manager, "b", prefix="q")) == 2
@@ -645,7 +645,7 @@ def test_an_image_that_lost_its_checkpoint_is_kept_once_where_it_is_shown_twice(
     )
     manager.allocate("a", num_tokens=20, facts=facts)
     manager.commit("a", hashes(20), 20)
-    manager._tree.evict(image(manager, b"cat"))
+    manager.prefix_cache.tree.evict(image(manager, b"cat"))
 
     assert len(with_images(manager, "b", prefix="q", contents=(b"cat", b"cat"))) == 4
 
@@ -662,7 +662,7 @@ def test_the_end_of_an_image_alone_makes_no_checkpoint():
     keys = hashes(64)
     manager.allocate("a", num_tokens=64, facts=facts)
     manager.commit("a", keys, 64)
-    manager._tree.evict(image(manager, b"cat"))
+    manager.prefix_cache.tree.evict(image(manager, b"cat"))
 
     # The second of four pages is half read after 16 tokens.
     hit = manager.lookup(keys[:1], max_tokens=63, facts=facts)
@@ -685,7 +685,7 @@ def test_a_request_that_never_committed_leaves_nothing(cut):
     manager.free("a")
 
     manager.check()
-    assert manager._tree._by_key == {}
+    assert manager.prefix_cache.tree._by_key == {}
 
 
 @pytest.mark.parametrize("cut", [FULL, WINDOWED], ids=lambda cut: cut.name)

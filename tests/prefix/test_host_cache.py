@@ -10,7 +10,7 @@ from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.prefix.host_cache import EitherPages
 from jenga.tables.found_pages import FoundPages
-from jenga.tables.request import CopyPath, host_page, is_on_host
+from jenga.tables.request import MISSING, CopyPath
 from tests.machines.geometries import full, geometry, sliding, state
 from tests.test_manager import compute, hashes
 
@@ -58,12 +58,13 @@ def test_a_prompt_that_the_arena_lost_is_hit_whole():
     hit = manager.lookup(hashes(64), max_tokens=63)
 
     assert hit.num_tokens == 48
-    assert all(is_on_host(page) for page in hit.pages[0])
+    assert set(hit.pages[0]) == {MISSING}
+    assert list(hit.host_pages[0]) == list(range(len(hit.pages[0])))
     manager.new_step()
     manager.allocate("b", num_tokens=64, hit=hit)
     copies = manager.take_copies()
     loads = [copy for copy in copies if copy.path == CopyPath.FROM_HOST]
-    assert [load.source for load in loads] == [host_page(page) for page in hit.pages[0]]
+    assert [load.source for load in loads] == list(hit.host_pages[0].values())
     assert [load.target for load in loads] == manager.page_table("b", 0)[:3]
     # What makes room for it goes out first.
     saved = [copy for copy in copies if copy.path == CopyPath.TO_HOST]
@@ -136,7 +137,7 @@ def test_of_what_was_loaded_the_end_is_lost_before_the_beginning():
     manager.allocate("b", num_tokens=64, hit=hit)  # three pages of those five
     lose(manager, "r", 64)
 
-    there = [manager._host._caches[0].get(key) for key in hashes(64)]
+    there = [manager.prefix_cache.host._caches[0].get(key) for key in hashes(64)]
 
     assert [page is not None for page in there] == [True, False, False, False]
     manager.check()
@@ -153,7 +154,8 @@ def test_windows_that_nobody_goes_on_from_are_not_brought_there():
     evictions = manager.cache_report().evictions
     assert of_all == evictions[0].num_pages > 2 * 2048 // 16
     # Of each evicted checkpoint two, some of which a request used then: what it passed is lost.
-    assert of_windows == 2 * manager._tree.num_evicted >= evictions[1].with_checkpoint > 0
+    num_evicted = manager.prefix_cache.tree.num_evicted
+    assert of_windows == 2 * num_evicted >= evictions[1].with_checkpoint > 0
     assert evictions[1].own_large + evictions[1].foreign_large > of_windows
 
 
@@ -171,12 +173,12 @@ def test_states_come_back_to_the_pages_of_who_goes_on_from_them():
     hit = manager.lookup(hashes(64), max_tokens=63)
 
     assert hit.num_tokens == 32
-    assert is_on_host(hit.pages[1][0])
+    assert hit.pages[1][0] == MISSING
     manager.new_step()
     manager.allocate("b", num_tokens=64, hit=hit)
     loads = [copy for copy in manager.take_copies() if copy.path == CopyPath.FROM_HOST]
     (of_state,) = [load for load in loads if load.table_index == 1]
-    assert of_state.source == host_page(hit.pages[1][0])
+    assert of_state.source == hit.host_pages[1][0]
     assert of_state.target == manager.page_table("b", 1)[0]
     manager.check()
 
@@ -246,7 +248,7 @@ def test_a_text_that_comes_back_is_kept_apart_from_one_with_the_same_beginning()
     hit = run("c", back)
 
     assert hit.num_tokens == 80
-    assert [is_on_host(page) for page in hit.pages[0]] == [False, True, True, True, True]
+    assert list(hit.host_pages[0]) == [1, 2, 3, 4]
     table = manager._tables[0]
     assert all(table.pins[table.page_of(key)] for key in back[:-1])
     manager.check()
@@ -295,8 +297,8 @@ def test_a_state_that_takes_the_place_of_another_is_not_brought_there_unwritten(
     stored = copies_of(manager, CopyPath.TO_HOST)
 
     assert len(stored) == 1
-    assert manager._host.page_of(manager._tables[1], hashes(48)[2]) is not None
-    assert manager._host.page_of(manager._tables[1], hashes(48)[1]) is None
+    assert manager.prefix_cache.host.page_of(manager._tables[1], hashes(48)[2]) is not None
+    assert manager.prefix_cache.host.page_of(manager._tables[1], hashes(48)[1]) is None
     manager.check()
 
 
@@ -335,7 +337,7 @@ def test_a_state_of_an_answer_stays_there_where_there_is_no_page_for_a_later_one
 
     assert not manager.keep_state("a", keys[0][2], 48)
 
-    assert manager._host.page_of(manager._tables[1], keys[0][1]) is not None
+    assert manager.prefix_cache.host.page_of(manager._tables[1], keys[0][1]) is not None
     manager.check()
 
 
@@ -351,11 +353,11 @@ def test_a_state_of_an_answer_that_another_request_has_read_stays_there():
     manager.free("b")
     compute(manager, "c", 16 * 6, prefix="c")
     states = manager._tables[1]
-    assert manager._host.page_of(states, keys[1]) is not None
+    assert manager.prefix_cache.host.page_of(states, keys[1]) is not None
 
     assert manager.keep_state("a", keys[2], 48)
 
-    assert manager._host.page_of(states, keys[1]) is not None
+    assert manager.prefix_cache.host.page_of(states, keys[1]) is not None
     manager.check()
 
 
@@ -387,7 +389,7 @@ def test_a_hit_of_what_host_memory_lost_is_refused():
     compute(manager, "a", 64)
     lose(manager, "q")
     hit = manager.lookup(hashes(64), max_tokens=63)
-    assert is_on_host(hit.pages[0][0])
+    assert 0 in hit.host_pages[0]
     lose(manager, "r")
 
     with pytest.raises(ValueError, match="hit must be looked up again"):
@@ -419,9 +421,7 @@ def test_pages_of_both_memories_are_looked_up_as_one_by_one():
         )
         none = [None] * 300
         either = EitherPages(*(FoundPages(pages, none, range, keys) for pages in (here, there)))
-        expected = [
-            here.get(key) or (host_page(there[key]) if key in there else None) for key in keys
-        ]
+        expected = [here.get(key, there.get(key)) for key in keys]
 
         start, stop = sorted(source.choices(range(len(keys) + 1), k=2))
         assert either[start:stop] == expected[start:stop]

@@ -5,7 +5,7 @@ import pytest
 from jenga.errors import NotLoadedError
 from jenga.prefix import prefetch
 from jenga.prefix.prefetch import STEP_BYTES
-from jenga.tables.request import CopyPath, is_on_host
+from jenga.tables.request import CopyPath
 from tests.prefix.test_host_cache import HYBRID, PLAIN, WINDOWED, copies_of, lose, manager_of
 from tests.test_manager import compute, hashes
 
@@ -70,7 +70,7 @@ def test_what_an_admission_would_load_is_loaded_beside_the_step_before(cut):
     assert hit.num_tokens == 48
     states = [table.index for table in manager._tables if table.policy.is_overwritten]
     for index, pages in enumerate(hit.pages):
-        assert index in states or not any(map(is_on_host, pages))
+        assert index in states or not hit.host_pages[index]
         assert {load.target for load in loads if load.table_index == index} <= set(pages)
     # States go to where the request has its own.
     waited = [copy for copy in manager.take_copies() if copy.path == CopyPath.FROM_HOST]
@@ -134,7 +134,7 @@ def test_the_first_pages_are_loaded_first(monkeypatch):
 
     hit = manager.lookup(hashes(64), max_tokens=63)
     assert hit.pages[0][:2] == [first.target, second.target]
-    assert is_on_host(hit.pages[0][2])
+    assert 2 in hit.host_pages[0]
 
 
 def test_who_gets_no_nearer_is_put_off_once():
@@ -207,7 +207,7 @@ def test_what_host_memory_lost_by_then_is_not_loaded():
         come(manager)
     for table in manager._tables:
         for key in hashes(64)[:2]:
-            manager._host.drop(table, key)
+            manager.prefix_cache.host.drop(table, key)
 
     (load,) = manager.load_ahead(1)
 

@@ -26,7 +26,7 @@ def grown(manager, num_large_pages=3):
 
 def is_on_host(manager, prompt):
     """Whether content would be found if the arena lost it."""
-    (cache,) = manager._host._caches
+    (cache,) = manager.prefix_cache.host._caches
     return cache.get(hashes(16, name=prompt)[0]) is not None
 
 

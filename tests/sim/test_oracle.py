@@ -47,7 +47,7 @@ def replay(model, trace, policy=None, *, check=False):
         eviction_policy=(lambda: oracle) if oracle is not None else EVICTION_POLICIES[policy],
     )
     if oracle is not None:
-        oracle.attach(arena.manager._tree)
+        oracle.attach(arena.manager.prefix_cache.tree)
     run = Replay(requests, arena, clock=constant_clock(0.01))
     for step in run:
         if oracle is not None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jenga.errors import InvariantError
-from jenga.tables.content_index import PrefixCache
+from jenga.tables.content_index import ContentIndex
 
 
 def test_a_key_keeps_the_first_page_entered_under_it():
-    cache = PrefixCache(8)
+    cache = ContentIndex(8)
     cache.enter([3, 4], [b"a", b"b"])
     cache.enter([5, 6], [b"a", b"c"])
 
@@ -21,7 +21,7 @@ def test_a_key_keeps_the_first_page_entered_under_it():
 
 
 def test_null_pages_and_missing_keys_are_passed_over():
-    cache = PrefixCache(8)
+    cache = ContentIndex(8)
     cache.enter([0, 2, 3], [b"a", None, b"b"])
 
     assert len(cache) == 1
@@ -29,7 +29,7 @@ def test_null_pages_and_missing_keys_are_passed_over():
 
 
 def test_a_forgotten_page_is_not_found_and_its_key_is_free():
-    cache = PrefixCache(8)
+    cache = ContentIndex(8)
     cache.enter([3], [b"a"])
     cache.forget([3])
     cache.enter([5], [b"a"])
@@ -40,7 +40,7 @@ def test_a_forgotten_page_is_not_found_and_its_key_is_free():
 
 @pytest.mark.parametrize("looked_up", [False, True])
 def test_found_pages_answer_alike_before_and_after_all_are_looked_up(looked_up):
-    cache = PrefixCache(8)
+    cache = ContentIndex(8)
     cache.enter([3, 4], [b"a", b"c"])
     found = cache.find([b"a", b"b", b"c"])
     if looked_up:
@@ -53,7 +53,7 @@ def test_found_pages_answer_alike_before_and_after_all_are_looked_up(looked_up):
 
 
 def test_check_finds_a_page_that_answers_to_no_key():
-    cache = PrefixCache(8)
+    cache = ContentIndex(8)
     cache.enter([3], [b"a"])
     cache.keys[4] = b"a"
 
@@ -62,7 +62,7 @@ def test_check_finds_a_page_that_answers_to_no_key():
 
 
 def test_one_page_is_entered_as_several_are():
-    cache = PrefixCache(8)
+    cache = ContentIndex(8)
 
     assert cache.enter_page(3, b"a")
     assert not cache.enter_page(4, b"a")
@@ -73,7 +73,7 @@ def test_one_page_is_entered_as_several_are():
 
 
 def test_pages_without_a_key_are_not_found_where_a_row_passes_them():
-    cache = PrefixCache(300)
+    cache = ContentIndex(300)
     keys = [(b"image", number) for number in range(250)]
     keys[100] = None
     cache.enter(range(1, 251), keys)
@@ -88,7 +88,7 @@ def test_pages_without_a_key_are_not_found_where_a_row_passes_them():
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.booleans()), max_size=8),
 )
 def test_found_pages_are_those_of_their_keys_whatever_was_asked_before(missing, cuts, questions):
-    cache = PrefixCache(301)
+    cache = ContentIndex(301)
     edges = sorted({0, 300, *cuts})
     rows = [range(start + 1, end + 1) for start, end in pairwise(edges)]
     pages = [page for row in reversed(rows) for page in row]

@@ -98,13 +98,13 @@ def forget_cached(manager, name):
     for table in manager._tables:
         if table.spec.name == name:
             for content in {key[0] for key in table.cache.keys if key is not None}:
-                manager._tree.evict(manager._tree.image(table, content))
+                manager.prefix_cache.tree.evict(manager.prefix_cache.tree.image(table, content))
 
 
 def load_all_ahead(llm):
     """Let admissions load nothing while others run; get a list of the pages loaded before them."""
     manager, loaded = scheduler_of(llm).kv_cache_manager.manager, []
-    manager._loading._at_once_bytes = 0
+    manager.prefix_cache.prefetch._at_once_bytes = 0
     original = manager.load_ahead
 
     def load_ahead(num_tokens):

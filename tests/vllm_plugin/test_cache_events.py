@@ -139,7 +139,7 @@ def cached(scheduler):
 
 def hosted(scheduler):
     """What the manager itself has in host memory, for each group."""
-    host = scheduler.kv_cache_manager.manager._host
+    host = scheduler.kv_cache_manager.manager.prefix_cache.host
     return [{key for key in cache.keys if key is not None} for cache in host._caches]
 
 
@@ -183,7 +183,7 @@ def run_traffic(scheduler, follower, source, *, num_requests):
         # An abort's changes are told with the next step that has an output.
         if scheduler.requests:
             assert follower.found == cached(scheduler)
-            if scheduler.kv_cache_manager.manager._host is not None:
+            if scheduler.kv_cache_manager.manager.prefix_cache.host is not None:
                 assert follower.hosted == hosted(scheduler)
 
 
@@ -217,7 +217,7 @@ def test_what_comes_from_host_memory_ahead_is_told_of_who_waits_for_it(
     monkeypatch.setattr(prefetch, "LOADED_TOKENS", 0)
     scheduler = make_scheduler("gpt_oss", MIB, kv_offloading_size=1 / 32)
     manager = scheduler.kv_cache_manager.manager
-    monkeypatch.setattr(manager._loading, "_at_once_bytes", 0)
+    monkeypatch.setattr(manager.prefix_cache.prefetch, "_at_once_bytes", 0)
     follower = Follower(scheduler, KINDS["gpt_oss"])
 
     run_traffic(scheduler, follower, random.Random(8), num_requests=60)

@@ -124,7 +124,7 @@ def test_the_manager_knows_who_waits_in_the_order_of_the_queue(make_scheduler):
 
     # Room for about two of these at their full length, so that one of three is preempted.
     scheduler = make_scheduler(22 * 32 << 10)
-    queue = scheduler.kv_cache_manager.manager._waiting
+    queue = scheduler.kv_cache_manager.manager._wait_queue
     waiters = queue._waiters
     for index in range(3):
         scheduler.add_request(request(f"r{index}", list(range(3 + index, 103 + index)), 60))
@@ -371,7 +371,7 @@ def test_who_was_refused_alone_comes_in_without_a_hit(make_scheduler, monkeypatc
     again = request("again", tokens)
     assert manager.get_computed_blocks(again)[1] == 96
 
-    monkeypatch.setattr(manager.manager._entry, "_refused_alone", "again")
+    monkeypatch.setattr(manager.manager._gate, "_refused_alone", "again")
 
     assert manager.get_computed_blocks(again)[1] == 0
     assert manager.get_computed_blocks(request("other", tokens))[1] == 96

@@ -135,7 +135,7 @@ class Run:
 
     def forget_audio(self):
         """Evict what encoders made, and nothing else."""
-        table, tree = self.manager._tables[self.cross], self.manager._tree
+        table, tree = self.manager._tables[self.cross], self.manager.prefix_cache.tree
         for content in {key[0] for key in table.cache.keys if key is not None}:
             tree.evict(tree.image(table, content))
         assert not any(table.cache.keys)
@@ -318,6 +318,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
         branch_tokens=16,
         limit=-1,
         pages=([7], [3, 4], [5, 6]),
+        host_pages=({}, {}, {}),
         has_missing=(False, False, False),
         facts=None,
         prefix_hashes=(),
@@ -326,7 +327,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
 
     assert hits.settle(asked, whole) == whole
     assert hits.are_found(asked)
-    assert hits.settle(asked, replace(whole, pages=([7], [3, 4], []))).pages == ([7], [], [])
+    assert hits.settle(asked, replace(whole, pages=([7], [3, 4], []))).pages == ([7], (), ())
     assert not hits.are_found(asked)
 
 

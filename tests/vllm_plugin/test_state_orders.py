@@ -698,7 +698,7 @@ def test_with_drafts_an_answer_has_one_state_kept(accepted_tokens):
         num_copies += len(copies)
 
         assert len([key for key in manager._tables[0].cache.keys if key is not None]) <= 1
-        assert not manager._requests["a"].pending
+        assert not manager._requests["a"].checkpoints.pending
     assert num_copies >= 15
 
 

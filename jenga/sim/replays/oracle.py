@@ -173,7 +173,7 @@ class Oracle:
         tree = self._tree
         if tree is not None and (reader.looked_at != time or reader.node is None):
             reader.looked_at = time
-            reader.node = tree.stand_of(reader.hashes, reader.request.facts, reader.num_shared)
+            reader.node = tree.last_node(reader.hashes, reader.request.facts, reader.num_shared)
         node: Checkpoint | None = reader.node
         while node is not None and not node.is_kept:
             node = node.parent

@@ -6,7 +6,6 @@ at token 0 and cover as many tokens as the encoder makes. Two requests with the 
 different audio therefore share no hash.
 """
 
-from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -83,10 +82,7 @@ class EncoderHits:
             self._found_by = request.request_id
             return hit
         self._found_by = None
-        pages = tuple(
-            [] if index in self._tables else pages for index, pages in enumerate(hit.pages)
-        )
-        return replace(hit, pages=pages)
+        return hit.without_tables(self._tables)
 
     def are_found(self, request: "Request") -> bool:
         """Whether the last hit was of this request and has all of its encoder outputs."""
