@@ -23,7 +23,7 @@ from jenga.prefix.copy_orders import CopyOrders
 from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
-from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request
+from jenga.tables.request import CopyPath, HostPageId, PageCopy, PrefixHit, Request
 from jenga.tables.stats import MemoryReport, check_memory, host_table_memory
 
 _OWNER = 1
@@ -299,16 +299,17 @@ class HostCache:
 
     # Copies to the arena
 
-    def page_of(self, table: Table, key: Hashable) -> int | None:
+    def page_of(self, table: Table, key: Hashable) -> HostPageId | None:
         """Return the page under a key here, or None."""
-        return self._caches[table.index].get(key)
+        page = self._caches[table.index].get(key)
+        return None if page is None else HostPageId(page)
 
-    def pin_pages(self, table: Table, pages: Sequence[int]) -> None:
+    def pin_pages(self, table: Table, pages: Sequence[HostPageId]) -> None:
         """Keep pages until they are loaded, even if others are stored before."""
         self._allocator.tables[table.index].share(pages)
 
     def load_ahead(
-        self, table: Table, sources: Sequence[int], targets: Sequence[int]
+        self, table: Table, sources: Sequence[HostPageId], targets: Sequence[int]
     ) -> list[PageCopy]:
         """Return copies of held pages to arena pages that a later step will read.
 
@@ -327,7 +328,7 @@ class HostCache:
             for source, target in zip(sources, targets, strict=True)
         ]
 
-    def _unpin_pages(self, index: int, pages: Sequence[int]) -> None:
+    def _unpin_pages(self, index: int, pages: Sequence[HostPageId]) -> None:
         """Release held pages and make them the last to be evicted, the first page last of all."""
         first = self._time << _PLACE_BITS
         ranks = range(first + len(pages) - 1, first - 1, -1)
@@ -363,7 +364,7 @@ class HostCache:
             self._unpin_pages(index, pages)
 
     @staticmethod
-    def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:
+    def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[HostPageId]]]:
         """Yield each page table that a hit reads from here: its index, and the pages here."""
         for index, pages in enumerate(hit.host_pages):
             if pages:

@@ -8,7 +8,7 @@ from jenga.policies import ALL_PAGES, NEVER, RequestFacts
 from jenga.prefix.host_cache import EitherPages, HostCache
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
-from jenga.tables.request import MISSING, NO_LIMIT, PrefixHit, Version
+from jenga.tables.request import MISSING, NO_LIMIT, HostPageId, PrefixHit, Version
 
 _Found = FoundPages | EitherPages | list[int | None]
 
@@ -103,7 +103,7 @@ class _Reused(NamedTuple):
     """The fields of `PrefixHit` for one page table."""
 
     pages: Sequence[int]
-    host_pages: Mapping[int, int]
+    host_pages: Mapping[int, HostPageId]
     has_missing: bool
 
 
@@ -116,18 +116,19 @@ def _reused(table: Table, facts: RequestFacts, found: _Found, num_tokens: int) -
     is_either = isinstance(found, EitherPages)
     reused = _pages_of(found.in_arena if is_either else found, numbers)
     has_missing = not all(reused)
-    host_pages: dict[int, int] = {}
+    host_pages: Mapping[int, HostPageId] = {}
     if has_missing:
         pages = [MISSING if page is None else page for page in reused]
         if is_either:
             before = 0 if table.policy.is_overwritten else first
-            host_pages = {
+            of_places = {
                 index: there
                 for index, (page, there) in enumerate(
                     zip(reused, _pages_of(found.on_host, numbers), strict=True), before
                 )
                 if page is None and there is not None
             }
+            host_pages = cast("dict[int, HostPageId]", of_places)
     else:
         pages = cast("list[int]", reused)
     if table.policy.is_overwritten or not first:

@@ -18,7 +18,7 @@ from jenga.policies import ALL_PAGES
 from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import PageCopy, PrefixHit
+from jenga.tables.request import HostPageId, PageCopy, PrefixHit
 
 STEP_BYTES = 256 << 20
 """Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
@@ -53,7 +53,7 @@ class _Load:
     table: Table
     numbers: Sequence[int]
     keys: Sequence[Hashable]
-    sources: Sequence[int]
+    sources: Sequence[HostPageId]
 
 
 class Prefetch:
@@ -206,7 +206,7 @@ class Prefetch:
             keys = table.policy.content_keys(hit.facts, hashes, table.grain, ALL_PAGES)
             # An image that a request shows twice is loaded once.
             number_of = {keys[number]: number for number in reversed(host_pages)}
-            chosen: list[tuple[int, Hashable, int]] = []
+            chosen: list[tuple[int, Hashable, HostPageId]] = []
             for key, number in reversed(number_of.items()):
                 source = self._host.page_of(table, key)
                 if source is None or table.cache.get(key) is not None:

@@ -3,12 +3,15 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 from jenga.arena.small_pages import Sharing
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
 from jenga.policies import RequestFacts
+
+HostPageId = NewType("HostPageId", int)
+"""Number of a small page of host memory, which is no number of a page of the arena."""
 
 MISSING = -1
 """Entry of a page table whose page must still be allocated, among pages found in the cache."""
@@ -59,7 +62,7 @@ class PrefixHit:
     branch_tokens: int
     limit: int
     pages: tuple[Sequence[int], ...]
-    host_pages: tuple[Mapping[int, int], ...]
+    host_pages: tuple[Mapping[int, HostPageId], ...]
     has_missing: tuple[bool, ...]
     facts: RequestFacts = field(repr=False)
     prefix_hashes: Sequence[bytes] = field(repr=False)
