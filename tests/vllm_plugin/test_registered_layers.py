@@ -8,7 +8,7 @@ import pytest
 from tests.vllm_plugin.conftest import assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WINDOW = 24
 SCRIPT = "paper_window_process.py"
