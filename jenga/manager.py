@@ -15,7 +15,8 @@ from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, check_geometry
-from jenga.policies import RequestFacts
+from jenga.policies import NEVER, Image, RequestFacts
+from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.prefix.checkpoints import ANSWER_TOKENS, Checkpoints
 from jenga.prefix.eviction_notices import Evictions
@@ -23,6 +24,7 @@ from jenga.prefix.host_cache import HostCache
 from jenga.prefix.keeping import Keeping
 from jenga.prefix.lookup import longest_prefix
 from jenga.prefix.prefetch import STEP_BYTES
+from jenga.prefix.running_images import RunningImages
 from jenga.tables.content_index import CacheChange
 from jenga.tables.growth import Growth
 from jenga.tables.page_table import build_tables
@@ -187,6 +189,7 @@ class Manager(Keeping):
         admission = Admission(allocator, left_share, step_tokens)
         self._entry = Entry(self._requests, checkpoints, self._waiting, admission)
         self._growth = Growth(tables, self.capacity)
+        self._images = RunningImages(tables, tree, self._growth)
         self._taking = Taking(
             allocator,
             self._growth,
@@ -335,8 +338,8 @@ class Manager(Keeping):
             reserve_large_pages: Number of large pages that must stay empty or reclaimable.
 
         Returns:
-            Page ids appended to each page table, without the pages of the hit. The lists must not
-            be changed.
+            Page ids appended to each page table, without those of the hit and of images found in
+            the cache. The lists must not be changed.
 
         Raises:
             OutOfPagesError: There are not enough pages, or the admission should leave them to
@@ -385,7 +388,12 @@ class Manager(Keeping):
         request.num_processed_tokens = num_processed_tokens
         taken: Sequence[list[int]] = self._nothing
         if full_tokens or num_tokens >= request.grows_at:
+            images = self._images.find(request, num_tokens) if request.facts.images else ()
             try:
+                if images:
+                    sharings = self._images.sharings(images, len(self._tables))
+                    self._taking.require_beside(request_id, request, num_tokens, sharings)
+                    self._images.share(images)
                 taken = self._taking.take(
                     request_id,
                     request,
@@ -394,8 +402,10 @@ class Manager(Keeping):
                     reserve_large_pages=reserve_large_pages,
                 )
             except OutOfPagesError:
+                self._images.undo(request, images)
                 self._entry.note_refusal(request_id)
                 raise
+            self._images.read(images)
         request.num_tokens = num_tokens
         request.step = self._step
         return tuple(taken)
@@ -565,7 +575,10 @@ class Manager(Keeping):
             return
         if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
             hashed_tokens = num_tokens
-        request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
+        request.commits_at = min(
+            (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens,
+            _next_image(request.facts, num_tokens) + 1,
+        )
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         request.prefix_hashes = prefix_hashes
         # Images have keys of their own. They are found even if few tokens are hashed.
@@ -611,6 +624,84 @@ class Manager(Keeping):
             return ()
         return tuple(self._entry.checkpoint_tokens(request_id, request))
 
+    # Images
+
+    def is_image_cached(self, image: Image) -> bool:
+        """Whether a step that begins an image would find it in the cache, whole.
+
+        Then the encoder need not run. The answer holds until pages are taken.
+        """
+        return self._images.is_cached(image)
+
+    def cached_image(self, image: Image) -> dict[int, list[int | None]]:
+        """Return where an image is cached: page table of images -> its pages, None for others."""
+        return self._images.cached(image)
+
+    def num_images(self, request_id: str) -> int:
+        """Return the number of images with which a running request was admitted.
+
+        Raises:
+            ValueError: The request is not running.
+        """
+        return len(self._running(request_id).facts.images)
+
+    def image_numbers(self, hit: PrefixHit, table_index: int, number: int) -> range:
+        """Return the numbers of the pages of an image that a request still reads after its hit.
+
+        Args:
+            hit: The prefix that the request would start from.
+            table_index: Page table of images.
+            number: Number of the image among the images of the request.
+
+        Raises:
+            ValueError: There is no such page table of images.
+        """
+        table = self._table(table_index)
+        numbers = self._image_policy(table_index).pages_of(hit.facts, number)
+        read = table.policy.update_last_access(hit.facts, hit.num_tokens, NEVER)
+        first = table.pages_for(read).start
+        return range(min(max(numbers.start, first), numbers.stop), numbers.stop)
+
+    def _image_policy(self, table_index: int) -> ImageSlots:
+        policy = self._table(table_index).policy
+        if not isinstance(policy, ImageSlots):
+            msg = f"table_index must be that of a page table of images, got {table_index}"
+            raise ValueError(msg)  # noqa: TRY004  the argument is a number
+        return policy
+
+    def image_pages(self, request_id: str, table_index: int, number: int) -> list[int]:
+        """Return a request's small pages of one image, with the null page where given up.
+
+        The list is empty if the request has not begun the image.
+
+        Args:
+            request_id: The request.
+            table_index: Page table of images.
+            number: Number of the image among the images of the request.
+
+        Raises:
+            ValueError: The request is not running, there is no such page table of images, or no
+                such image.
+        """
+        request, policy = self._running(request_id), self._image_policy(table_index)
+        check_count("number", number)
+        if number >= len(request.facts.images):
+            msg = (
+                f"number must be less than the {len(request.facts.images)} images of request "
+                f"{request_id!r}, got {number}"
+            )
+            raise ValueError(msg)
+        numbers = policy.pages_of(request.facts, number)
+        return request.pages[table_index][numbers.start : numbers.stop]
+
+    def forget_images(self) -> None:
+        """Forget all cached images, because the encoder has changed.
+
+        Running requests keep the pages that they use.
+        """
+        self._images.forget(self._requests.values())
+        self._num_losses += 1
+
     def check(self) -> None:
         """Raise `InvariantError` unless requests, allocator, cache and queue agree."""
         super().check()
@@ -618,3 +709,11 @@ class Manager(Keeping):
         if self._prefix_caching:
             self._tree.check()
         self._waiting.check()
+
+
+def _next_image(facts: RequestFacts, num_tokens: int) -> int:
+    """Return the first token of the first image that begins after `num_tokens` tokens."""
+    for image in facts.images:
+        if image.start_token >= num_tokens:
+            return image.start_token
+    return NEVER

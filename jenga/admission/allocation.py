@@ -151,6 +151,22 @@ class Taking:
             self._promises.pop(request_id, None)
         return taken
 
+    def require_beside(
+        self, request_id: str, request: Request, num_tokens: int, found: Sequence[Sharing | None]
+    ) -> None:
+        """Refuse a step of a running request that would not fit beside pages it is to share.
+
+        Args:
+            request_id: Name of the request.
+            request: The request. Its page tables contain the pages found already.
+            num_tokens: Number of tokens to have slots for.
+            found: For each page table, small pages that were found and are not shared yet.
+
+        Raises:
+            OutOfPagesError: There are not enough pages. Nothing was changed.
+        """
+        self._require(request_id, self._growth.needs(request, num_tokens), found, 0)
+
     def _later_pages(
         self,
         request: Request,

@@ -59,7 +59,7 @@ class Hits:
                 request.pages[table.index] = pages
                 if cached:
                     has_images = bool(request.facts.images)
-                    found[table.index] = _sharing(table, cached, may_repeat=has_images)
+                    found[table.index] = sharing_of(table, cached, may_repeat=has_images)
         return found
 
     def share(self, found: Sequence[Sharing | None], hit: PrefixHit) -> None:
@@ -88,7 +88,7 @@ class Hits:
         )
 
 
-def _sharing(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
+def sharing_of(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
     """Prepare the sharing of pages. If an image is shown twice, its pages occur twice."""
     if not may_repeat:
         return table.pages.sharing(pages)

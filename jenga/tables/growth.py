@@ -187,6 +187,18 @@ class Growth:
             further.append(max(need, peak - num_kept))
         return further
 
+    def adopt(self, request: Request, table: Table, pages: Sequence[int]) -> None:
+        """Append pages that were found in the cache, and gaps (`MISSING`) among them."""
+        request.pages[table.index] += pages
+        request.has_missing[table.index] = MISSING in pages
+        self._measure(request, table)
+
+    def shed(self, request: Request, table: Table, num_pages: int) -> None:
+        """Undo `adopt`: keep only the first `num_pages` pages of a page table."""
+        del request.pages[table.index][num_pages:]
+        request.has_missing[table.index] = False
+        self._measure(request, table)
+
     def append(self, request: Request, taken: Sequence[list[int]]) -> None:
         """Put new pages into the gaps of the page tables first, and append the others."""
         for index, new_pages in enumerate(taken):
