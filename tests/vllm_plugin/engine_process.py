@@ -395,7 +395,7 @@ def main():
     # The scheduler of an engine in a process of its own is out of reach.
     is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
     drafts = count_drafts(llm) if speculates and is_near else {}
-    if (speculates or is_pipeline) and preemptions is not None:
+    if (speculates or is_pipeline or "image_seeds" in job) and preemptions is not None:
         check_each_step(llm)
     size = -(-len(prompts) // job.get("rounds", 1))
     outputs = []

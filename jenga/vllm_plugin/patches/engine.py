@@ -141,6 +141,12 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         manager = self.kv_cache_manager
         is_ours = isinstance(manager, JengaKVCacheManager)
         asked = (encoder_compute_budget, shift_computed_tokens)
+        if is_ours:
+            manager.open_encoder_cache(self.encoder_cache_manager)
+            is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if is_waiting and (reason := manager.why_never(request)):
+                _refuse(self, request, reason)
+                return [], 0, encoder_compute_budget, [], []
         if is_ours and manager.kv_cache_config.keeps_images_whole:
             cut_tokens = _cut_image_tokens(request, num_computed_tokens, num_new_tokens)
             if 0 < cut_tokens <= _most_step_tokens(self):
@@ -160,6 +166,15 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         return original(self, request, num_computed_tokens, num_new_tokens, *asked)
 
     return try_schedule
+
+
+def _refuse(scheduler: Any, request: Any, reason: str) -> None:  # noqa: ANN401
+    """Let vLLM end a request with an error, as if the name of an image were used twice."""
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")
+    logger.error("JENGA_TRITON: request %s never fits: %s", request.request_id, reason)
+    scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
 
 
 def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401

@@ -13,6 +13,7 @@ from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
     FullAttention,
+    ImageEmbedding,
     Layer,
     LayerType,
     ModelSpec,
@@ -21,6 +22,7 @@ from jenga.spec import (
 )
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import check_draft
+from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, image_layer, image_type
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
@@ -142,7 +144,9 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         raise Refusal.CACHE_LAYOUT.error(msg)
 
 
-def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
+def _layer(  # noqa: PLR0911  one answer for each kind of cache
+    name: str, spec: "KVCacheSpec"
+) -> tuple[tuple[object, ...], Layer]:
     """Get a key that all layers of one layer type share, and the layer's storage.
 
     Raises:
@@ -157,6 +161,8 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         SlidingWindowSpec,
     )
 
+    if name == IMAGE_LAYER:
+        return ("images", spec.block_size), image_layer(spec)
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
@@ -207,7 +213,15 @@ def model_spec(
     # Draft layers come first, since vLLM's runner gives a draft model the first group's page table.
     types = [replace(layer_type, name=f"draft_{layer_type.name}") for layer_type in drafts]
     types += _layer_types({name: spec for name, spec in specs.items() if name not in draft_layers})
+    # Image embeddings come last. Every other page table is a group of vLLM with the same index.
+    types.sort(key=lambda layer_type: isinstance(layer_type, ImageEmbedding))
     return ModelSpec(name="model", layer_types=tuple(types))
+
+
+def without_images(model: ModelSpec) -> ModelSpec:
+    """Get a model whose image embeddings are not kept in the arena."""
+    kept = tuple(each for each in model.layer_types if not isinstance(each, ImageEmbedding))
+    return replace(model, layer_types=kept)
 
 
 def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
@@ -234,6 +248,8 @@ def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
                 layer_types.append(
                     ChunkedLocal(name=name, layers=tuple(layers), chunk_tokens=chunk_tokens)
                 )
+            case ("images", int(largest_tokens)):
+                layer_types.append(image_type(layers[0], largest_tokens))
             case ("cross",):
                 layer_types.append(CrossAttention(name="cross", layers=tuple(layers)))
             case ("state", str(kind), int(draft_tokens), *_):
