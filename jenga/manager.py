@@ -15,11 +15,13 @@ from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, check_geometry
-from jenga.policies import RequestFacts
+from jenga.policies import NEVER, Image, RequestFacts
+from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoints import ANSWER_TOKENS
 from jenga.prefix.host_cache import HostReport
 from jenga.prefix.prefetch import STEP_BYTES
 from jenga.prefix.prefix_cache import PrefixCache
+from jenga.prefix.running_images import RunningImages
 from jenga.tables.capacity import Capacity
 from jenga.tables.content_index import CacheChange, ChangeLog
 from jenga.tables.growth import Growth
@@ -171,6 +173,7 @@ class Manager:
         reserve = CacheReserve(allocator, left_share, step_tokens)
         self._gate = AdmissionGate(self._requests, self._checkpoints, self._wait_queue, reserve)
         self._growth = Growth(tables, self.capacity)
+        self._images = RunningImages(tables, self.prefix_cache.tree, self._growth)
         self._allocation = PageAllocation(
             allocator, self._growth, self.prefix_cache, in_flight_tokens=in_flight_tokens
         )
@@ -304,8 +307,8 @@ class Manager:
             reserve_large_pages: Number of large pages that must stay empty or reclaimable.
 
         Returns:
-            Page ids appended to each page table, without the pages of the hit. The lists must not
-            be changed.
+            Page ids appended to each page table, without those of the hit and of images found in
+            the cache. The lists must not be changed.
 
         Raises:
             OutOfPagesError: There are not enough pages, or the admission should leave them to
@@ -354,7 +357,12 @@ class Manager:
             self._growth.give_up(request)
         taken: Sequence[list[int]] = self._no_pages
         if full_tokens or num_tokens >= request.grows_at:
+            images = self._images.find(request, num_tokens) if request.facts.images else ()
             try:
+                if images:
+                    sharings = self._images.sharings(images, len(self._tables))
+                    self._allocation.require_beside(request_id, request, num_tokens, sharings)
+                    self._images.share(images)
                 taken = self._allocation.allocate_pages(
                     request_id,
                     request,
@@ -363,8 +371,10 @@ class Manager:
                     reserve_large_pages=reserve_large_pages,
                 )
             except OutOfPagesError:
+                self._images.undo(request, images)
                 self._gate.record_refusal(request_id)
                 raise
+            self._images.read(images)
         request.num_tokens = num_tokens
         request.last_step = self._step
         return tuple(taken)
@@ -527,7 +537,10 @@ class Manager:
             return
         if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
             hashed_tokens = num_tokens
-        request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
+        request.commits_at = min(
+            (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens,
+            _next_image(request.facts, num_tokens) + 1,
+        )
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         request.prefix_hashes = prefix_hashes
         self.prefix_cache.index_pages(request, prefix_hashes, num_tokens)
@@ -771,9 +784,95 @@ class Manager:
         host = self.prefix_cache.host
         return host.memory() if host is not None else None
 
+    # Images
+
+    def is_image_cached(self, image: Image) -> bool:
+        """Whether a step that begins an image would find it in the cache, whole.
+
+        Then the encoder need not run. The answer holds until pages are taken.
+        """
+        return self._images.is_cached(image)
+
+    def cached_image(self, image: Image) -> dict[int, list[int | None]]:
+        """Return where an image is cached: page table of images -> its pages, None for others."""
+        return self._images.cached(image)
+
+    def num_images(self, request_id: str) -> int:
+        """Return the number of images with which a running request was admitted.
+
+        Raises:
+            ValueError: The request is not running.
+        """
+        return len(self._running(request_id).facts.images)
+
+    def image_numbers(self, hit: PrefixHit, table_index: int, number: int) -> range:
+        """Return the numbers of the pages of an image that a request still reads after its hit.
+
+        Args:
+            hit: The prefix that the request would start from.
+            table_index: Page table of images.
+            number: Number of the image among the images of the request.
+
+        Raises:
+            ValueError: There is no such page table of images.
+        """
+        table = self._table(table_index)
+        numbers = self._image_policy(table_index).pages_of(hit.facts, number)
+        read = table.policy.update_last_access(hit.facts, hit.num_tokens, NEVER)
+        first = table.pages_for(read).start
+        return range(min(max(numbers.start, first), numbers.stop), numbers.stop)
+
+    def _image_policy(self, table_index: int) -> ImageSlots:
+        policy = self._table(table_index).policy
+        if not isinstance(policy, ImageSlots):
+            msg = f"table_index must be that of a page table of images, got {table_index}"
+            raise ValueError(msg)  # noqa: TRY004  the argument is a number
+        return policy
+
+    def image_pages(self, request_id: str, table_index: int, number: int) -> list[int]:
+        """Return a request's small pages of one image, with the null page where given up.
+
+        The list is empty if the request has not begun the image.
+
+        Args:
+            request_id: The request.
+            table_index: Page table of images.
+            number: Number of the image among the images of the request.
+
+        Raises:
+            ValueError: The request is not running, there is no such page table of images, or no
+                such image.
+        """
+        request, policy = self._running(request_id), self._image_policy(table_index)
+        check_count("number", number)
+        if number >= len(request.facts.images):
+            msg = (
+                f"number must be less than the {len(request.facts.images)} images of request "
+                f"{request_id!r}, got {number}"
+            )
+            raise ValueError(msg)
+        numbers = policy.pages_of(request.facts, number)
+        return request.pages.small_pages[table_index][numbers.start : numbers.stop]
+
+    def forget_images(self) -> None:
+        """Forget all cached images, because the encoder has changed.
+
+        Running requests keep the pages that they use.
+        """
+        self._images.forget(self._requests.values())
+        self.prefix_cache.record_loss()
+
     def check(self) -> None:
         """Raise `InvariantError` unless requests, allocator, cache and queue agree."""
         self.occupancy.check()
         self.prefix_cache.check()
         self._allocation.check(self._requests)
         self._wait_queue.check()
+
+
+def _next_image(facts: RequestFacts, num_tokens: int) -> int:
+    """Return the first token of the first image that begins after `num_tokens` tokens."""
+    for image in facts.images:
+        if image.start_token >= num_tokens:
+            return image.start_token
+    return NEVER

@@ -308,6 +308,11 @@ def test_images_out_of_order_are_refused():
         RequestFacts(prompt_tokens=40, images=(image(20), image(3)))
 
 
+def test_an_image_has_a_place_in_its_request():
+    with pytest.raises(ValueError, match="placeholder_tokens of an image must be a positive"):
+        Image(start_token=0, num_tokens=4, placeholder_tokens=0)
+
+
 def test_images_of_one_content_have_one_size():
     with pytest.raises(ValueError, match="as many tokens, got 6 and 8 of b'cat'"):
         RequestFacts(prompt_tokens=40, images=(image(3, 6, b"cat"), image(20, 8, b"cat")))
@@ -318,27 +323,9 @@ def test_images_of_one_content_have_one_size():
 OVERLAPPING = RequestFacts(prompt_tokens=40, images=(image(3), image(8)))
 
 
-@pytest.mark.parametrize(
-    ("question", "arguments"),
-    [
-        ("announce", {"request_id": "r", "prefix_hashes": [], "num_tokens": 40}),
-        ("lookup", {"prefix_hashes": [], "max_tokens": 39}),
-        ("allocate", {"request_id": "r", "num_tokens": 40}),
-    ],
-)
-def test_images_whose_tokens_are_those_of_the_request_do_not_overlap(question, arguments):
-    manager = manager_of(geometry("images", full(slot_bytes=96), embedding()))
-    message = "must not overlap, got one of tokens 3 to 9 and one that begins at 8"
-
-    unchanged(manager, message, question, **arguments, facts=OVERLAPPING)
-
-    touching = RequestFacts(prompt_tokens=40, images=(image(3), image(9)))
-    getattr(manager, question)(**arguments, facts=touching)
-    manager.check()
-
-
-def test_images_of_cross_attention_may_begin_at_any_token():
-    manager = manager_of(geometry("images", full(slot_bytes=24), cross()))
+@pytest.mark.parametrize("kind", [cross, embedding])
+def test_images_may_begin_at_any_token(kind):
+    manager = manager_of(geometry("images", full(slot_bytes=24 if kind is cross else 96), kind()))
 
     manager.allocate("r", num_tokens=40, facts=OVERLAPPING)
     manager.check()

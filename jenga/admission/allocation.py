@@ -5,7 +5,7 @@ from operator import sub
 
 from jenga.arena.allocator import Allocator
 from jenga.arena.large_pages import NULL_PAGE
-from jenga.arena.small_pages import Budget
+from jenga.arena.small_pages import Budget, Sharing
 from jenga.errors import InvariantError, OutOfPagesError
 from jenga.prefix.prefix_cache import PrefixCache
 from jenga.tables.growth import Growth
@@ -98,12 +98,13 @@ class PageAllocation:
         later = self._later_pages(
             request, needs, num_tokens, expected_tokens, is_shared=start is None
         )
+        found = start.sharing if start is not None else None
         if full_tokens:
             others = self.promised_beside(request_id)
             all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
-            self._require_room(request_id, all_needs, start, reserve_large_pages)
+            self._require_room(request_id, all_needs, found, reserve_large_pages)
         if start is not None:
-            self._require_room(request_id, needs, start, reserve_large_pages)
+            self._require_room(request_id, needs, found, reserve_large_pages)
             if self._prefetch is not None:
                 self._prefetch.refuse_unloaded(request_id, start.hit, reserve_large_pages)
             # Sharing makes pages used. From here on nothing may be refused.
@@ -137,6 +138,22 @@ class PageAllocation:
         else:
             self._promises.pop(request_id, None)
         return taken
+
+    def require_beside(
+        self, request_id: str, request: Request, num_tokens: int, found: Sequence[Sharing | None]
+    ) -> None:
+        """Refuse a step of a running request that would not fit beside pages it is to share.
+
+        Args:
+            request_id: Name of the request.
+            request: The request. Its page tables contain the pages found already.
+            num_tokens: Number of tokens to have slots for.
+            found: For each page table, small pages that were found and are not shared yet.
+
+        Raises:
+            OutOfPagesError: There are not enough pages. Nothing was changed.
+        """
+        self._require_room(request_id, self._growth.needs(request, num_tokens), found, 0)
 
     def _later_pages(
         self,
@@ -231,12 +248,11 @@ class PageAllocation:
         self,
         request_id: str,
         needs: list[int],
-        start: HitStart | None,
+        found: Sequence[Sharing | None] | None,
         reserve_large_pages: int,
     ) -> None:
         """Raise `OutOfPagesError` unless the needs can be met once the pages found are shared."""
-        hits = start.sharing if start is not None else None
-        room = self._allocator.room(needs, hits=hits, reserve_large_pages=reserve_large_pages)
+        room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
         if not room.suffices:
             raise OutOfPagesError(
                 request_id,

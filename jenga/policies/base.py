@@ -24,7 +24,10 @@ class Image:
 
     Attributes:
         start_token: Token of the request at which they are first needed.
-        num_tokens: Number of tokens.
+        num_tokens: Number of tokens, each of which takes a slot.
+        placeholder_tokens: Number of tokens of the request from the first to the last one that
+            stands for the image. It may be larger than `num_tokens`, because separators between
+            them take no slot. By default, it is `num_tokens`.
         content: Name of the image. Equal names mean equal embeddings. None means that the image is
             never cached.
 
@@ -34,18 +37,33 @@ class Image:
 
     start_token: int
     num_tokens: int
+    placeholder_tokens: int | None = None
     content: bytes | None = None
 
     def __post_init__(self) -> None:
         check_count("start_token of an image", self.start_token)
         check_count("num_tokens of an image", self.num_tokens, least=1)
+        if self.placeholder_tokens is not None:
+            check_count("placeholder_tokens of an image", self.placeholder_tokens, least=1)
         if self.content is not None:
             check_bytes("content of an image", self.content)
 
     @property
     def end_token(self) -> int:
-        """One past the last token, if the image's tokens are tokens of the request."""
-        return self.start_token + self.num_tokens
+        """One past the last token of the request that stands for the image."""
+        return self.start_token + (self.placeholder_tokens or self.num_tokens)
+
+    def consumed_tokens(self, num_processed_tokens: int) -> int:
+        """Return the number of the image's first tokens that no later token of a request reads.
+
+        Separators are assumed to come first, so that the number is never too large.
+
+        Args:
+            num_processed_tokens: Number of tokens of the request whose step is over.
+        """
+        if num_processed_tokens >= self.end_token:
+            return self.num_tokens
+        return max(0, self.num_tokens - (self.end_token - num_processed_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from jenga.policies.base import NEVER, Grain, RequestFacts
 from jenga.policies.image_slots import ImageSlots
@@ -12,30 +11,18 @@ from jenga.policies.image_slots import ImageSlots
 class ImageEmbeddingPolicy(ImageSlots):
     """Keeps embeddings that are not consumed yet, of the images that have begun.
 
+    Images may overlap, as sound does that belongs to a video. Embeddings of the second one are then
+    kept until the first one ends.
+
     Source: Jenga paper, section 6.2 (KV allocated on demand, embeddings freed on demand).
     """
-
-    def check_facts(self, facts: RequestFacts, /) -> None:
-        """Refuse images that overlap, because they are tokens of the request.
-
-        Raises:
-            ValueError: Two images overlap.
-        """
-        for image, after in pairwise(facts.images):
-            if after.start_token < image.end_token:
-                msg = (
-                    f"images whose embeddings are kept must not overlap, got one of tokens "
-                    f"{image.start_token} to {image.end_token} and one that begins at "
-                    f"{after.start_token}"
-                )
-                raise ValueError(msg)
 
     def _first_slot(self, facts: RequestFacts, num_processed_tokens: int) -> int:
         """Return the first slot that is not consumed."""
         first = 0
         for image in facts.images:
             if num_processed_tokens < image.end_token:
-                return first + max(0, num_processed_tokens - image.start_token)
+                return first + image.consumed_tokens(num_processed_tokens)
             first += self.num_pages(image) * self.page_slots
         return first
 
@@ -55,9 +42,9 @@ class ImageEmbeddingPolicy(ImageSlots):
         """Return the token at which the next page, or the rest of the image, is consumed."""
         for image in facts.images:
             if num_processed_tokens < image.end_token:
-                consumed = max(0, num_processed_tokens - image.start_token)
+                consumed = image.consumed_tokens(num_processed_tokens)
                 end_of_page = (consumed // page_slots + 1) * page_slots
-                return min(image.start_token + end_of_page, image.end_token)
+                return min(image.end_token - image.num_tokens + end_of_page, image.end_token)
         return NEVER
 
     def peak_slots(self, facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:

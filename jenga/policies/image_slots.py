@@ -35,6 +35,11 @@ class ImageSlots:
         """Return the number of pages of one image."""
         return -(-image.num_tokens // self.page_slots)
 
+    def pages_of(self, facts: RequestFacts, number: int) -> range:
+        """Return the numbers of the pages of one image, given its number in the request."""
+        start = sum(self.num_pages(image) for image in facts.images[:number])
+        return range(start, start + self.num_pages(facts.images[number]))
+
     def slots_wanted(self, facts: RequestFacts, num_tokens: int) -> int:
         """Return the number of slots of the images that begin before `num_tokens` tokens."""
         return self.page_slots * sum(
@@ -103,11 +108,16 @@ class ImageSlots:
     def complete_images(
         self, facts: RequestFacts, is_hit: Sequence[object], first_page: int
     ) -> list[int]:
-        """Return pages from `first_page` on, of images of which all such pages are cached."""
+        """Return pages from `first_page` on, of images of which all such pages are cached.
+
+        Images that end after the last page of `is_hit` are left out.
+        """
         complete: list[int] = []
         start = 0
         for image in facts.images:
             end = start + self.num_pages(image)
+            if end > len(is_hit):
+                break
             pages = range(max(start, first_page), end)
             if all(is_hit[page] is not None for page in pages):
                 complete += pages

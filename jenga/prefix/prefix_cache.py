@@ -193,6 +193,10 @@ class PrefixCache:
                 )
                 raise ValueError(msg)
 
+    def record_loss(self) -> None:
+        """Record that cached pages were lost, so that earlier hits are looked up again."""
+        self._num_losses += 1
+
     # Content of running requests
 
     @property

@@ -110,11 +110,11 @@ def _start_of_table(
         has_missing, num_found = False, len(pages)
         num_given_up = pages.count(NULL_PAGE) if pages and pages[0] == NULL_PAGE else 0
         cached = pages[num_given_up:] if num_given_up else pages
-    sharing = _sharing(table, cached, may_repeat=bool(facts.images)) if cached else None
+    sharing = sharing_of(table, cached, may_repeat=bool(facts.images)) if cached else None
     return _TableStart(pages, has_missing, num_found, sharing)
 
 
-def _sharing(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
+def sharing_of(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
     """Prepare the sharing of pages. If an image is shown twice, its pages occur twice."""
     if not may_repeat:
         return table.pages.sharing(pages)

@@ -209,6 +209,18 @@ class Growth:
             own.max_tokens[index] = max_tokens
         request.grows_at = min(own.max_tokens) + 1
 
+    def adopt(self, request: Request, table: Table, pages: Sequence[int]) -> None:
+        """Append pages that were found in the cache, and gaps (`MISSING`) among them."""
+        request.pages.small_pages[table.index] += pages
+        request.pages.has_missing[table.index] = MISSING in pages
+        self._measure(request, table)
+
+    def shed(self, request: Request, table: Table, num_pages: int) -> None:
+        """Undo `adopt`: keep only the first `num_pages` pages of a page table."""
+        del request.pages.small_pages[table.index][num_pages:]
+        request.pages.has_missing[table.index] = False
+        self._measure(request, table)
+
     def append(self, request: Request, taken: Sequence[list[int]]) -> None:
         """Put new pages into the gaps of the page tables first, and append the others."""
         own = request.pages

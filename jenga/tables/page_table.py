@@ -160,6 +160,10 @@ class Table:
         # Pages that lost their user together are evicted from the end of the text.
         return [page for page in reversed(self.pages.evicted) if page in self.orphans]
 
+    def doubt_found(self, request: Request) -> None:
+        """Record that pages which a request found in the cache may have left it since."""
+        request.pages.num_found[self.index] = 0
+
     def forget_evicted(self) -> None:
         """Make evicted pages impossible to find."""
         if self.pages.evicted and self.cache is not None:

@@ -108,6 +108,7 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.MICROBATCHES: parallel.use_ubatching,
         Refusal.ROUTED_EXPERTS: vllm_config.aux_output_config.enabled,
         Refusal.KV_CONNECTORS: vllm_config.kv_transfer_config is not None,
+        Refusal.ENCODER_CACHE_CONNECTORS: vllm_config.ec_transfer_config is not None,
         Refusal.OFFLOADING_BACKEND: (
             offloading_backend
             if offloading_size is not None and offloading_backend != "native"

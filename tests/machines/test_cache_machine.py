@@ -16,7 +16,7 @@ from jenga.errors import OutOfPagesError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
-from jenga.spec import ImageEmbedding
+from jenga.spec import CrossAttention, ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
@@ -198,6 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
             del self.runs[run.request_id]
             return
         self.manager.release_passed(run.request_id, run.processed)
+        cached = self._cached_images(run, num_tokens)
         before = dump(self.manager)
         try:
             self.manager.allocate(
@@ -206,11 +207,24 @@ class CacheMachine(RuleBasedStateMachine):
         except OutOfPagesError:
             assert dump(self.manager) == before
             return
+        run.images_written.update(cached)
         run.scheduled = num_tokens - run.processed
         # The first token of a step is never a draft.
         if run.processed >= run.prompt and run.scheduled <= 1 + self.draft_tokens:
             run.rejected = data.draw(st.integers(0, run.scheduled - 1))
         self._commit(run)
+
+    def _cached_images(self, run, num_tokens):
+        """Images that a step begins and for which the encoder need not run."""
+        return [
+            (index, image.start_token)
+            for index, table in enumerate(self.geometry.page_tables)
+            if isinstance(table.layer_type, CrossAttention | ImageEmbedding)
+            for number, image in enumerate(run.images)
+            if image.start_token < num_tokens
+            and not self.manager.image_pages(run.request_id, index, number)
+            and self.manager.is_image_cached(image)
+        ]
 
     @rule(keep=st.sampled_from([True, True, False]))
     def execute(self, keep):

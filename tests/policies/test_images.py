@@ -63,28 +63,53 @@ def test_embeddings_are_given_up_as_they_are_consumed():
     assert policy.update_last_access(FACTS, 24, 30) == range(12, 12)
 
 
+# One line break before its rows, and one between them.
+RAGGED = Image(start_token=5, num_tokens=6, placeholder_tokens=8, content=b"cat")
+OVERLAPPING = Image(start_token=9, num_tokens=7, content=b"meow")
+WITH_BREAKS = RequestFacts(prompt_tokens=40, images=(RAGGED, DOG))
+WITH_SOUND = RequestFacts(prompt_tokens=40, images=(RAGGED, OVERLAPPING, DOG))
+
+
+def test_line_breaks_of_an_image_take_no_slot():
+    policy = ImageEmbeddingPolicy(4)
+
+    assert RAGGED.end_token == 13
+    assert [RAGGED.consumed_tokens(at) for at in (5, 7, 8, 12, 13)] == [0, 0, 1, 5, 6]
+    assert policy.update_last_access(WITH_BREAKS, 10, 11) == range(3, 8)
+    assert policy.update_last_access(WITH_BREAKS, 13, 21) == range(8, 12)
+
+
+def test_embeddings_of_an_image_are_kept_until_the_one_before_it_ends():
+    policy = ImageEmbeddingPolicy(4)
+
+    assert policy.update_last_access(WITH_SOUND, 12, 13) == range(5, 16)
+    assert policy.update_last_access(WITH_SOUND, 13, 14) == range(12, 16)
+
+
+@pytest.mark.parametrize("facts", [FACTS, WITH_BREAKS, WITH_SOUND])
 @pytest.mark.parametrize("processed", range(30))
-def test_embeddings_are_released_no_sooner_and_no_later_than_said(processed):
+def test_embeddings_are_released_no_sooner_and_no_later_than_said(processed, facts):
     policy = ImageEmbeddingPolicy(4)
 
     def first_page(at):
-        return policy._first_slot(FACTS, at) // 4
+        return policy._first_slot(facts, at) // 4
 
     expected = next(
         (at for at in range(processed + 1, 60) if first_page(at) > first_page(processed)), NEVER
     )
-    assert policy.next_release(FACTS, processed, 4) == expected
+    assert policy.next_release(facts, processed, 4) == expected
 
 
+@pytest.mark.parametrize("facts", [FACTS, WITH_BREAKS, WITH_SOUND])
 @pytest.mark.parametrize("chunk", [1, 3, 8, 18, 40])
-def test_the_peak_of_embeddings_is_the_most_that_any_chunk_finds(chunk):
+def test_the_peak_of_embeddings_is_the_most_that_any_chunk_finds(chunk, facts):
     policy = ImageEmbeddingPolicy(4)
 
     most = max(
-        len(policy.update_last_access(FACTS, start, min(40, start + chunk))) for start in range(40)
+        len(policy.update_last_access(facts, start, min(40, start + chunk))) for start in range(40)
     )
 
-    assert policy.peak_slots(FACTS, 40, chunk) == most
+    assert policy.peak_slots(facts, 40, chunk) == most
 
 
 def test_only_embeddings_not_yet_consumed_must_be_cached():

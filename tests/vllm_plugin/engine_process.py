@@ -397,7 +397,7 @@ def main():
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates and is_near else {}
-    if (speculates or is_pipeline) and preemptions is not None:
+    if (speculates or is_pipeline or "image_seeds" in job) and preemptions is not None:
         check_each_step(llm)
     size = -(-len(prompts) // job.get("rounds", 1))
     outputs = []

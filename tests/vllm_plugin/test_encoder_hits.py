@@ -473,3 +473,33 @@ def test_replayed_graphs_read_what_other_requests_encoded(compare):
     assert sum(ours["replays"].values()) >= 28
     assert sum(ours["encoded"]) == 2
     assert [output["cached_tokens"] for output in ours["outputs"]] == hit_tokens(asked)
+
+
+# Embeddings
+
+
+def shown(offset, length, is_embed=None, name="one"):
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    mask = None if is_embed is None else torch.tensor(is_embed, dtype=torch.bool)
+    place = PlaceholderRange(offset=offset, length=length, is_embed=mask)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=place)
+
+
+def test_every_image_of_a_request_has_its_place_and_its_content():
+    from jenga.spec import FullAttention, ImageEmbedding
+    from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
+
+    kinds = [FullAttention, ImageEmbedding]
+    tables = [SimpleNamespace(layer_type=object.__new__(kind)) for kind in kinds]
+    hits = EncoderHits(SimpleNamespace(page_tables=tables))
+    features = [shown(3, 4), shown(9, 7, [0, 0, 1, 1, 0, 1, 0]), shown(20, 4), shown(30, 3)]
+
+    images = hits.images(SimpleNamespace(mm_features=features))
+
+    assert [image.start_token for image in images] == [3, 11, 20, 30]
+    assert [image.num_tokens for image in images] == [4, 3, 4, 3]
+    assert [image.end_token for image in images] == [7, 15, 24, 33]
+    # A name used again for an image of another size is another image.
+    assert [image.content == images[0].content for image in images] == [True, False, True, False]
+    assert hits.images(SimpleNamespace(mm_features=[])) == ()

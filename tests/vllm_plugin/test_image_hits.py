@@ -161,7 +161,7 @@ def test_a_session_with_images_starts_again_at_its_next_turn(monkeypatch):
 
     freed = []
     manager = object.__new__(JengaKVCacheManager)
-    manager.attends_to_images, manager._has_states = True, False
+    manager.attends_to_images, manager._images, manager._has_states = True, None, False
     manager.manager = SimpleNamespace(is_running=lambda _: True)
     monkeypatch.setattr(JengaKVCacheManager, "free", lambda _, session: freed.append(session))
     with_image, of_text = request(image_feature("one", 5, 17)), request()

@@ -46,6 +46,15 @@ CONFIGURED = {
             }
         }
     },
+    "ENCODER_CACHE_CONNECTORS": {
+        "options": {
+            "ec_transfer_config": {
+                "ec_connector": "ECExampleConnector",
+                "ec_role": "ec_both",
+                "ec_connector_extra_config": {"shared_storage_path": "/tmp"},
+            }
+        }
+    },
     "CACHE_DTYPE": {"options": {"kv_cache_dtype": "nvfp4"}, "met": "nvfp4"},
     "CACHE_DTYPE-latents": {
         "options": {"model": "{deepseek_v3}", "kv_cache_dtype": "fp8_ds_mla"},

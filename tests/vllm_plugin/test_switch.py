@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
         ("JENGA_SPECIALIZED_SCANS", "off"),
         ("JENGA_HISTORY_TOKENS", "some"),
         ("JENGA_HISTORY_TOKENS", "-16"),
+        ("JENGA_IMAGE_EMBEDDINGS", "arena"),
         ("JENGA_MEMORY_LOG_BYTES", "1e6"),
         ("JENGA_CACHE", "~no_such_user/cache"),
     ],
@@ -42,6 +43,11 @@ ROOT = Path(__file__).parents[2]
 def test_settings_refuse_what_they_do_not_know_by_variable_and_value(name, value):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
         read_settings({name: value})
+
+
+@pytest.mark.parametrize(("value", "is_kept"), [("", True), ("1", True), ("0", False)])
+def test_a_variable_keeps_image_embeddings_out_of_the_arena(value, is_kept):
+    assert read_settings({"JENGA_IMAGE_EMBEDDINGS": value}).keeps_image_embeddings is is_kept
 
 
 @pytest.mark.parametrize("value", ["JENGA_TRITN", " jenga"])

@@ -69,6 +69,7 @@ def _tokenizer():
         unk_token="w3",
         extra_special_tokens={
             "image_token": "<image>",
+            "video_token": "<|video|>",
             "boi_token": "<start_of_image>",
             "eoi_token": "<end_of_image>",
             "audio_token": "<audio>",
@@ -95,17 +96,11 @@ def _gemma3():
 
 def _finish_gemma3(path):
     """Save its processor, and call its vision layers what published checkpoints call them."""
-    from safetensors.torch import load_file, save_file
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     images = Gemma3ImageProcessor(size={"height": 40, "width": 40})
     Gemma3Processor(images, _tokenizer(), image_seq_length=25).save_pretrained(path)
-    weights = load_file(path / "model.safetensors")
-    named = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
-        for name, tensor in weights.items()
-    }
-    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    _name_vision_layers_as_published(path)
 
 
 def _gemma4():
@@ -214,13 +209,121 @@ def _finish_mllama(path):
     MllamaProcessor(images, fast).save_pretrained(path)
 
 
-_MAKERS = {"gemma3_vision": _gemma3, "gemma4_vision": _gemma4, "mllama": _mllama}
+_QWEN_TEXT = {
+    key: value for key, value in _TEXT.items() if key not in {"sliding_window", "layer_types"}
+} | {"hidden_size": 4 * HEAD_DIM, "num_hidden_layers": 3}  # vLLM does not read its head_dim
+
+
+def _llava_onevision():
+    """Get a LLaVA-OneVision whose images take 55 tokens, 5 of which begin new lines of a tile."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+    config = LlavaOnevisionConfig(
+        text_config=_QWEN_TEXT | {"model_type": "qwen2"},
+        vision_config=_VISION
+        | {
+            "model_type": "siglip_vision_model",
+            "image_size": 40,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        image_grid_pinpoints=[[40, 40]],
+        image_token_index=TOKEN_IDS["<image>"],
+        video_token_index=TOKEN_IDS["<|video|>"],
+    )
+    return LlavaOnevisionForConditionalGeneration(config)
+
+
+def _finish_llava_onevision(path):
+    """Save its processor, and call its vision layers what published checkpoints call them."""
+    from transformers import (
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+    )
+
+    size = {"height": 40, "width": 40}
+    LlavaOnevisionProcessor(
+        LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=[[40, 40]]),
+        _tokenizer(),
+        LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=25,
+        vision_feature_select_strategy="full",
+    ).save_pretrained(path)
+    _name_vision_layers_as_published(path)
+
+
+def _qwen2_5_vl():
+    """Get a Qwen2.5-VL whose images take 25 tokens."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(
+        text_config=_QWEN_TEXT
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "out_hidden_size": 4 * HEAD_DIM,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.15,
+        },
+        image_token_id=TOKEN_IDS["<image>"],
+        video_token_id=TOKEN_IDS["<|video|>"],
+        vision_start_token_id=TOKEN_IDS["<start_of_image>"],
+        vision_end_token_id=TOKEN_IDS["<end_of_image>"],
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _finish_qwen2_5_vl(path):
+    """Save its processor."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    cuts = {
+        "patch_size": 4,
+        "merge_size": 2,
+        "size": {"shortest_edge": 40 * 40, "longest_edge": 40 * 40},
+    }
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(**cuts), _tokenizer(), Qwen2VLVideoProcessor(**cuts)
+    ).save_pretrained(path)
+
+
+def _name_vision_layers_as_published(path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    named = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in weights.items()
+    }
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+
+
+_MAKERS = {
+    "gemma3_vision": _gemma3,
+    "gemma4_vision": _gemma4,
+    "llava_onevision": _llava_onevision,
+    "mllama": _mllama,
+    "qwen2_5_vl": _qwen2_5_vl,
+}
 _FINISHERS = {
     "gemma3_vision": _finish_gemma3,
     "gemma4_vision": _finish_gemma4,
+    "llava_onevision": _finish_llava_onevision,
     "mllama": _finish_mllama,
+    "qwen2_5_vl": _finish_qwen2_5_vl,
 }
-PLACEHOLDERS = {"gemma3_vision": "<start_of_image>", "gemma4_vision": "<image>"}
+PLACEHOLDERS = {
+    "gemma3_vision": "<start_of_image>",
+    "gemma4_vision": "<image>",
+    "llava_onevision": "<image>",
+    "qwen2_5_vl": "<image>",
+}
 """What stands for an image in a prompt."""
 
 

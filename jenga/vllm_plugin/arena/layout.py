@@ -26,13 +26,16 @@ from jenga.errors import InvariantError
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planning.pipeline import Stage, plan_pipeline
 from jenga.planning.planner import plan
+from jenga.policies import Image, RequestFacts
+from jenga.spec import ImageEmbedding
 from jenga.tables.capacity import Capacity
-from jenga.vllm_plugin.arena.ranks import layers_of_ranks
+from jenga.vllm_plugin.arena.ranks import image_rows, layers_of_ranks
 from jenga.vllm_plugin.arena.step_cost import step_tokens
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE, host_bytes
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import draft_layers
+from jenga.vllm_plugin.specs.image_rows import ENCODER_CACHE_PATH, IMAGE_LAYER
 from jenga.vllm_plugin.specs.layer_types import (
     common_spec,
     kinds_of_states,
@@ -40,6 +43,7 @@ from jenga.vllm_plugin.specs.layer_types import (
     model_spec,
     served_states,
     table_spec,
+    without_images,
 )
 from jenga.vllm_plugin.specs.replay_layout import (
     history_tokens,
@@ -141,6 +145,20 @@ def geometry_of(config: JengaKVCacheConfig) -> Geometry:
     return config.geometry
 
 
+def group_tables(geometry: Geometry) -> tuple[PageTable, ...]:
+    """Get the page tables that are groups of vLLM: all but that of image embeddings, the last."""
+    return tuple(
+        table for table in geometry.page_tables if not isinstance(table.layer_type, ImageEmbedding)
+    )
+
+
+def image_table_index(geometry: Geometry) -> int | None:
+    """Get the index of the page table of image embeddings, or None."""
+    last = len(geometry.page_tables) - 1
+    is_there = isinstance(geometry.page_tables[last].layer_type, ImageEmbedding)
+    return last if is_there else None
+
+
 def first_layers(config: JengaKVCacheConfig) -> list[tuple[str, ...]]:
     """Get for each page table its first layer on each pipeline rank that has any."""
     return [
@@ -150,7 +168,7 @@ def first_layers(config: JengaKVCacheConfig) -> list[tuple[str, ...]]:
 
 def groups_of_tokens(config: JengaKVCacheConfig) -> KVCacheConfig:
     """Get the configuration without groups of states, whose pages do not hold tokens."""
-    groups = zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
+    groups = zip(config.kv_cache_groups, group_tables(geometry_of(config)), strict=True)
     return replace(config, kv_cache_groups=[group for group, table in groups if not table.is_state])
 
 
@@ -190,12 +208,16 @@ def project_groups(
     if not groups:
         return []
     stages = _first_group(groups)[0].stages
-    ranks = [rank for rank, stage in enumerate(stages) if stage.layer_names == worker_spec.keys()]
+    names = worker_spec.keys() - {IMAGE_LAYER}
+    ranks = [
+        rank for rank, stage in enumerate(stages) if stage.layer_names - {IMAGE_LAYER} == names
+    ]
     if len(ranks) != 1:
         msg = f"expected the layers of one of {len(stages)} ranks, got {sorted(worker_spec)}"
         raise InvariantError(msg)
     projected: list[KVCacheGroupSpec] = []
-    for group, share in zip(groups, stages[ranks[0]].shares, strict=True):
+    # Image embeddings have a share, the last one, and no group.
+    for group, share in zip(groups, stages[ranks[0]].shares, strict=False):
         names = [layer.name for layer in share.layers]
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs) and names:
@@ -226,7 +248,7 @@ def get_kv_cache_groups(
         raise Refusal.ONE_CACHE_GROUP.error()
     if not kv_cache_spec:
         return []
-    kv_cache_spec = with_histories(vllm_config, kv_cache_spec)
+    kv_cache_spec = with_histories(vllm_config, {**kv_cache_spec, **image_rows()})
     model = model_spec(kv_cache_spec, draft_layers=draft_layers(vllm_config, kv_cache_spec))
     served = served_states(vllm_config.model_config.architecture)
     others = kinds_of_states(kv_cache_spec) - served
@@ -241,6 +263,9 @@ def get_kv_cache_groups(
             " and ".join(sorted(others)),
         )
         vllm_config.cache_config.enable_prefix_caching = False
+        model = without_images(model)
+    if any(isinstance(layer_type, ImageEmbedding) for layer_type in model.layer_types):
+        vllm_config.ec_manager_config.encoder_cache_manager_cls = ENCODER_CACHE_PATH
     tokens_per_page = _page_tokens(vllm_config)
     make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
     pipeline = plan_pipeline(
@@ -256,7 +281,7 @@ def get_kv_cache_groups(
             table_index=index,
             stages=pipeline.stages,
         )
-        for index, table in enumerate(pipeline.geometry.page_tables)
+        for index, table in enumerate(group_tables(pipeline.geometry))
     ]
 
 
@@ -293,7 +318,8 @@ def least_large_pages(kv_cache_groups: list[KVCacheGroupSpec]) -> int:
     vLLM asks for a block per request there, so hundreds of large pages. Captured requests read and
     write only the null page.
     """
-    return 1 + len(kv_cache_groups)
+    _, geometry = _first_group(kv_cache_groups)
+    return 1 + len(geometry.page_tables)
 
 
 def cut_arena(
@@ -321,7 +347,7 @@ def cut_arena(
             block_stride=share.small_page_bytes,
             offset=offset_bytes,
         )
-        for table, share in zip(geometry.page_tables, stage.shares, strict=True)
+        for table, share in zip(group_tables(geometry), stage.shares, strict=False)
         for layer, offset_bytes in zip(share.layers, share.layer_offset_bytes, strict=True)
     ]
     return JengaKVCacheConfig(
@@ -444,7 +470,7 @@ def pool_bytes_per_block(
 def _pages_of_longest_request(
     vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec], geometry: Geometry
 ) -> list[int]:
-    """Get the largest number of small pages of each group that one request can hold.
+    """Get the largest number of small pages of each page table that one request can hold.
 
     It is vLLM's count, or the count of an admission if that is larger. vLLM assumes that a chunk of
     local attention begins with a page, and leaves out the slots of drafts.
@@ -452,8 +478,11 @@ def _pages_of_longest_request(
     model_tokens = vllm_config.model_config.max_model_len
     step_tokens = vllm_config.max_in_flight_tokens + vllm_config.num_lookahead_tokens
     policies = [table.policy() for table in geometry.page_tables]
+    chunk_tokens = min(model_tokens, step_tokens)
     admitted = Capacity(geometry, policies, 0).peak_pages(
-        model_tokens, chunk_tokens=min(model_tokens, step_tokens)
+        model_tokens,
+        chunk_tokens=chunk_tokens,
+        facts=_facts_of_longest_request(geometry, model_tokens, chunk_tokens),
     )
     counted = [
         max(
@@ -462,7 +491,31 @@ def _pages_of_longest_request(
         )
         for group in groups
     ]
+    counted += [0] * (len(admitted) - len(counted))  # of image embeddings
     return [max(pages) for pages in zip(counted, admitted, strict=True)]
+
+
+def _facts_of_longest_request(
+    geometry: Geometry, model_tokens: int, chunk_tokens: int
+) -> RequestFacts:
+    """Get the facts of a prompt of the largest length that is full of the largest images.
+
+    It has only as many images as its first step can begin. Later steps begin no more.
+    """
+    index = image_table_index(geometry)
+    if index is None:
+        return RequestFacts(prompt_tokens=model_tokens)
+    layer_type = geometry.page_tables[index].layer_type
+    largest = layer_type.typical_tokens if isinstance(layer_type, ImageEmbedding) else 1
+    num_tokens = min(largest, model_tokens)
+    num_images = min(cdiv(model_tokens, num_tokens), chunk_tokens // num_tokens + 2)
+    return RequestFacts(
+        prompt_tokens=model_tokens,
+        images=tuple(
+            Image(start_token=number * num_tokens, num_tokens=num_tokens)
+            for number in range(num_images)
+        ),
+    )
 
 
 def large_pages_of_longest_request(

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -17,6 +19,7 @@ Specs = Sequence[Mapping[str, "KVCacheSpec"]]
 """For each worker, vLLM's cache spec of each layer, by layer name."""
 
 _layers: ContextVar[tuple[frozenset[str], ...]] = ContextVar("_layers", default=())
+_images: ContextVar["KVCacheSpec | None"] = ContextVar("_images", default=None)
 _workers: ContextVar[tuple[Specs, Sequence[int]] | None] = ContextVar("_workers", default=None)
 
 
@@ -34,12 +37,29 @@ def planned_for(
     """
     ranks = dict.fromkeys(frozenset(specs) for specs in kv_cache_specs)
     layers = _layers.set(tuple(ranks))
+    rows = (specs[IMAGE_LAYER] for specs in kv_cache_specs if IMAGE_LAYER in specs)
+    images = _images.set(next(rows, None))
     workers = _workers.set(None if available_memory is None else (kv_cache_specs, available_memory))
     try:
         yield
     finally:
         _workers.reset(workers)
+        _images.reset(images)
         _layers.reset(layers)
+
+
+def without_image_rows(kv_cache_specs: Specs) -> list[dict[str, "KVCacheSpec"]]:
+    """Get the specs of layers alone, which vLLM expects each in a group."""
+    return [
+        {name: spec for name, spec in specs.items() if name != IMAGE_LAYER}
+        for specs in kv_cache_specs
+    ]
+
+
+def image_rows() -> dict[str, "KVCacheSpec"]:
+    """Get the report of image embeddings of the workers that are planned for, if there is one."""
+    rows = _images.get()
+    return {} if rows is None else {IMAGE_LAYER: rows}
 
 
 def workers() -> tuple[Specs, Sequence[int]] | None:

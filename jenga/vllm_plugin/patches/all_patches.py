@@ -19,6 +19,7 @@ Official hooks are used where vLLM has them:
 - the builder of cache configurations in 0.33.
 """
 
+from jenga.vllm_plugin.patches.encoder_cache import ENCODER_CACHE
 from jenga.vllm_plugin.patches.engine import CONFIG_WATCH, WHEN_SELECTED
 from jenga.vllm_plugin.patches.layers import RECURRENT_LAYERS
 from jenga.vllm_plugin.patches.metrics import METRICS, watch_metrics
@@ -26,7 +27,7 @@ from jenga.vllm_plugin.patches.patch import put_in_place
 from jenga.vllm_plugin.patches.planner import PLANNER
 from jenga.vllm_plugin.patches.workers import WORKERS
 
-IN_WORKERS = (*WORKERS, *RECURRENT_LAYERS)
+IN_WORKERS = (*WORKERS, *ENCODER_CACHE, *RECURRENT_LAYERS)
 """Applied once a worker has its device, if its configuration selects the backend."""
 
 REPLACEMENTS = (*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *METRICS, *IN_WORKERS)

@@ -169,6 +169,12 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
             return _schedule_images(
                 self, request, num_computed_tokens, num_new_tokens, encoder_compute_budget
             )
+        if is_ours:
+            manager.open_encoder_cache(self.encoder_cache_manager)
+            is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if is_waiting and (reason := manager.why_never(request)):
+                _refuse(self, request, reason)
+                return [], 0, encoder_compute_budget, [], []
         if is_ours and manager.kv_cache_config.keeps_images_whole:
             cut_tokens = _cut_image_tokens(request, num_computed_tokens, num_new_tokens)
             if 0 < cut_tokens <= _most_step_tokens(self):
@@ -211,13 +217,9 @@ def _schedule_images(
     manager = scheduler.kv_cache_manager
     is_admitted = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
     if is_admitted and not manager.can_ever_fit(request):
-        logger.error(
-            "Request %s is refused: the arena cannot hold its %d tokens and %d images at once",
-            request.request_id,
-            request.num_tokens,
-            len(request.mm_features),
-        )
-        scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
+        num_images = len(request.mm_features)
+        reason = f"the arena cannot hold its {request.num_tokens} tokens and {num_images} images"
+        _refuse(scheduler, request, f"{reason} at once")
         return [], 0, budget_tokens, [], []
     found = manager.found_images(request) if is_admitted else frozenset()
     chosen, num_new_tokens, budget_tokens = images_to_encode(
@@ -256,6 +258,12 @@ def _get_v2_model_runner_unsupported_features(original: Function) -> Function:
         return features
 
     return get_unsupported_features
+
+
+def _refuse(scheduler: Any, request: Any, reason: str) -> None:  # noqa: ANN401
+    """Let vLLM end a request with an error, as if the name of an image were used twice."""
+    logger.error("Request %s is refused: %s", request.request_id, reason)
+    scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
 
 
 def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401

@@ -89,10 +89,10 @@ def _resolve_kv_cache_layout(original: Function) -> Function:
 def _get_global_kv_cache_groups(original: Function) -> Function:
     @functools.wraps(original)
     def get_global_kv_cache_groups(vllm_config: Any, kv_cache_specs: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.arena.ranks import planned_for
+        from jenga.vllm_plugin.arena.ranks import planned_for, without_image_rows
 
         with planned_for(kv_cache_specs):
-            return original(vllm_config, kv_cache_specs)
+            return original(vllm_config, without_image_rows(kv_cache_specs))
 
     return get_global_kv_cache_groups
 
@@ -106,7 +106,7 @@ def _get_kv_cache_configs(original: Function) -> Function:
         *groups: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         from jenga.vllm_plugin.arena.layout import report_ranks
-        from jenga.vllm_plugin.arena.ranks import planned_for
+        from jenga.vllm_plugin.arena.ranks import planned_for, without_image_rows
         from jenga.vllm_plugin.arena.starts import check_longest_request, report_states
         from jenga.vllm_plugin.config import is_selected
 
@@ -115,7 +115,8 @@ def _get_kv_cache_configs(original: Function) -> Function:
         for known in groups:  # 0.32 groups layers in the next call, and checks there
             check_longest_request(vllm_config, known, kv_cache_specs, available_memory)
         with planned_for(kv_cache_specs, available_memory):
-            configs = original(vllm_config, kv_cache_specs, available_memory, *groups)
+            layers = without_image_rows(kv_cache_specs)
+            configs = original(vllm_config, layers, available_memory, *groups)
         report_ranks(vllm_config, configs, available_memory)
         report_states(vllm_config, configs[0])
         return configs

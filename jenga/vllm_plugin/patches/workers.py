@@ -30,14 +30,20 @@ def _warmup_kernels(original: Function) -> Function:
 def _get_kv_cache_spec(original: Function) -> Function:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.config import host_bytes, is_selected
         from jenga.vllm_plugin.layers.latent_builder import count_absorbed
         from jenga.vllm_plugin.layers.served_layers import check_layers
+        from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, measured_spec
 
         specs = original(self)
         if is_selected(self.vllm_config):
             check_layers(self.vllm_config, stored=specs)
             count_absorbed(self.vllm_config)
+            rows = measured_spec(
+                self.vllm_config, self.model_runner, host_bytes=host_bytes(self.vllm_config)
+            )
+            if rows is not None:
+                specs = {**specs, IMAGE_LAYER: rows}
         return specs
 
     return get_kv_cache_spec
@@ -53,6 +59,7 @@ def _initialize_from_config(original: Function) -> Function:
         from jenga.vllm_plugin.layers.image_attention import follow_batch
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
+        from jenga.vllm_plugin.worker.image_pages import open_embeddings
         from jenga.vllm_plugin.worker.step_mailbox import builders_of, open_mailbox
 
         original(self, kv_cache_config)
@@ -65,6 +72,7 @@ def _initialize_from_config(original: Function) -> Function:
             runner = self.model_runner
             mailbox = open_mailbox(runner)
             follow_batch(runner)
+            open_embeddings(runner, kv_cache_config)
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
                 mailbox.host_memory = HostMemory(runner.device, num_bytes)
@@ -233,7 +241,10 @@ WORKERS = (
     Replacement(
         module="vllm.v1.worker.gpu_worker",
         name="Worker.get_kv_cache_spec",
-        reason="tells the planner the caches of layers, but not which kernels read them",
+        reason=(
+            "tells the planner the caches of layers, but neither which kernels read them nor what "
+            "a vision encoder makes"
+        ),
         parameters=("self",),
         make=_get_kv_cache_spec,
     ),

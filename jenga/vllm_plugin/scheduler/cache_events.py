@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from jenga.errors import InvariantError
 from jenga.manager import Manager
-from jenga.spec import CrossAttention
+from jenga.spec import CrossAttention, ImageEmbedding
 from jenga.tables.content_index import CacheChange
 from jenga.tables.request import PrefixHit
 
@@ -89,7 +89,9 @@ class CacheEvents:
             (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
             for spec in specs
         ]
-        self._is_told = [not isinstance(table.layer_type, CrossAttention) for table in tables]
+        self._is_told = [
+            not isinstance(table.layer_type, CrossAttention | ImageEmbedding) for table in tables
+        ]
         self._events: list[KVCacheEvent] = []
 
     def note(self, request: "Request") -> None:

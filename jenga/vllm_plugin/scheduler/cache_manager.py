@@ -20,12 +20,19 @@ from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.state_keeper import StateKeeper
 from jenga.tables.request import PrefixHit
-from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, first_layers, geometry_of
+from jenga.vllm_plugin.arena.layout import (
+    JengaKVCacheConfig,
+    first_layers,
+    geometry_of,
+    group_tables,
+    image_table_index,
+)
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.metrics.memory_log import MemoryLog, open_memory_log
 from jenga.vllm_plugin.metrics.readings import MetricReader
 from jenga.vllm_plugin.orders.step_orders import StepOrders
 from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
+from jenga.vllm_plugin.scheduler.encoder_cache import ArenaEncoderCache, ImageBook
 from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
 from jenga.vllm_plugin.scheduler.image_hits import ImageHits
 from jenga.vllm_plugin.scheduler.make_orders import make_orders
@@ -96,7 +103,7 @@ class _Coordinator:
                 else group.kv_cache_spec.block_size,
             )
             for index, (group, table) in enumerate(
-                zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
+                zip(config.kv_cache_groups, group_tables(geometry_of(config)), strict=True)
             )
         )
 
@@ -184,6 +191,9 @@ class JengaKVCacheManager:
         self.attends_to_images = any(isinstance(spec, ImageAttentionSpec) for spec in specs)
         make_hits = ImageHits if self.attends_to_images else EncoderHits
         self._encoders = make_hits(self.manager.geometry)
+        image_table = image_table_index(self.manager.geometry)
+        self._images = None if image_table is None else ImageBook(self.manager, image_table)
+        self._most_chunk_tokens = max_in_flight_tokens or max_model_len
         self.coordinator = _Coordinator(
             kv_cache_config, state_tokens=hash_tokens if enable_caching else None
         )
@@ -201,6 +211,29 @@ class JengaKVCacheManager:
             self.manager, data_parallel_index=kv_cache_config.data_parallel_index
         )
         self.metrics = MetricReader(self.manager)
+
+    def open_encoder_cache(self, encoder_cache: object) -> None:
+        """Let the scheduler's encoder cache answer for this manager, if it is ours."""
+        if self._images is not None and isinstance(encoder_cache, ArenaEncoderCache):
+            encoder_cache.open(self.manager, self._images)
+
+    def why_never(self, request: "Request") -> str:
+        """Get the reason why a request with images fits in no empty arena. It is empty if it fits.
+
+        The start of the engine checks texts, and images of the largest size. Smaller images may
+        take more pages together.
+        """
+        if self._images is None or not request.mm_features:
+            return ""
+        try:
+            self.manager.capacity.require_fit(
+                request.num_tokens,
+                chunk_tokens=min(self._most_chunk_tokens, request.num_tokens),
+                facts=self._facts(request),
+            )
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _facts(self, request: "Request") -> RequestFacts:
         """Get what the manager needs to know about a request: its length and encoder outputs."""
@@ -222,6 +255,9 @@ class JengaKVCacheManager:
         self._put_off = None
         if self._states is not None:
             self._states.step_starts()
+        if self._images is not None:
+            for request in self._images.step_starts():
+                self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if self._memory_log is not None:
             self._memory_log.step()
 
@@ -296,6 +332,8 @@ class JengaKVCacheManager:
         if max_cache_hit_length is not None:
             most_tokens = min(most_tokens, max_cache_hit_length)
         hit = self._encoders.settle(request, self._lookup(request, most_tokens))
+        if self._images is not None and request.mm_features:
+            self._images.note_hit(request, hit)
         if self._events is not None and _reports_hits(request):
             self._events.note_hit(request, hit)
         # A hit of 0 tokens is passed on too: it says where the request branches off from others.
@@ -374,6 +412,15 @@ class JengaKVCacheManager:
             if is_waiting:
                 self.metrics.held_back.refuse(request.request_id, error)
             return None
+        if (
+            self._images is not None
+            and request.mm_features
+            and not self._images.grant(request, computed_tokens, num_tokens)
+        ):
+            # A cached image was evicted after vLLM was told of it. It is encoded a step later.
+            if is_waiting:
+                self.free(request)
+            return None
         if is_waiting:
             self.metrics.held_back.end(request.request_id)
         self._step_tokens += num_new_tokens
@@ -384,6 +431,7 @@ class JengaKVCacheManager:
             self._scheduled[request.request_id] = (request, min(num_tokens, request.num_tokens))
         if self._states is not None:
             self._states.schedule(request, computed_tokens, num_tokens)
+        new_pages = new_pages[: self.num_kv_cache_groups]
         return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
@@ -399,6 +447,8 @@ class JengaKVCacheManager:
         The scheduler also calls it for requests without pages, aborted while they waited.
         """
         self._scheduled.pop(request.request_id, None)
+        if self._images is not None:
+            self._images.forget(request.request_id)
         if self.manager.is_running(request.request_id):
             self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.manager.free(request.request_id)
@@ -411,20 +461,25 @@ class JengaKVCacheManager:
             self.metrics.held_back.end(request.request_id)
 
     def give_up_spoilt(self, session: "Request") -> bool:
-        """Free the pages of a session at its next turn if they cannot be continued.
+        """Free the pages of a session at its next turn if it cannot go on with them.
 
         A step scheduled ahead may have processed a token that the next turn replaces. Slots of
-        tokens are written again, but a state cannot go back. A turn may also have images that
-        layers of cross attention read, and the images of a request are known from its admission on.
+        tokens are written again, but a state cannot go back. A turn may also bring images, for
+        which a request is given pages only if they are known at its admission.
 
         Returns:
             Whether the pages were freed. If so, the session must be admitted again from the queue.
         """
         request_id = session.request_id
-        if self.attends_to_images and session.mm_features and self.manager.is_running(request_id):
+        if not self.manager.is_running(request_id):
+            return False
+        if self.attends_to_images and session.mm_features:
             self.free(session)
             return True
-        if not self._has_states or not self.manager.is_running(request_id):
+        if self._images is not None and self._images.lacks(session):
+            self.free(session)
+            return True
+        if not self._has_states:
             return False
         if self.manager.request_tokens()[request_id] <= session.num_computed_tokens:
             return False
@@ -453,7 +508,7 @@ class JengaKVCacheManager:
         """Get a request's page ids per group. A waiting request has none."""
         if not self.manager.is_running(request_id):
             return tuple([] for _ in range(self.num_kv_cache_groups))
-        return self.manager.page_tables(request_id)
+        return self.manager.page_tables(request_id)[: self.num_kv_cache_groups]
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Refuse to evict pages.

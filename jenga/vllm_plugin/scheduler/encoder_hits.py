@@ -1,28 +1,32 @@
-"""Prefix hits of encoder-decoder models: encoder outputs are found again by their content.
+"""Encoder inputs of requests, and prefix hits of what encoders made of them.
 
-The encoder inputs are audio or images. vLLM's hashes of decoder tokens include the first encoder
-input of the request, although no token is its placeholder. Inputs of encoder-decoder models begin
-at token 0 and cover as many tokens as the encoder makes. Two requests with the same tokens and
-different audio therefore share no hash.
+The encoder inputs are audio or images. They are found again by their content.
+
+In encoder-decoder models, vLLM's hashes of decoder tokens include the first encoder input of the
+request, although no token is its placeholder. Inputs of such models begin at token 0 and cover as
+many tokens as the encoder makes. Two requests with the same tokens and different audio therefore
+share no hash.
 """
 
+from bisect import bisect_left
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from jenga.geometry import Geometry
 from jenga.policies.base import Image
-from jenga.spec import CrossAttention
+from jenga.spec import CrossAttention, ImageEmbedding
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
     from jenga.tables.request import PrefixHit
 
 
 class EncoderHits:
-    """Knows what cross attention stores for a request, and whether a lookup found all of it."""
+    """Knows what layers store of a request's images, and whether a lookup found all of it."""
 
-    __slots__ = ("_found_by", "_tables")
+    __slots__ = ("_found_by", "_has_embeddings", "_tables")
 
     def __init__(self, geometry: Geometry) -> None:
         """Start without a lookup.
@@ -30,6 +34,9 @@ class EncoderHits:
         Args:
             geometry: Geometry of the arena.
         """
+        self._has_embeddings = any(
+            isinstance(table.layer_type, ImageEmbedding) for table in geometry.page_tables
+        )
         self._tables = frozenset(
             index
             for index, table in enumerate(geometry.page_tables)
@@ -45,10 +52,13 @@ class EncoderHits:
         return not self._tables or len(request.mm_features) <= 1
 
     def images(self, request: "Request") -> tuple[Image, ...]:
-        """Get the encoder tokens that cross attention stores for a request, as one image.
+        """Get the encoder inputs of a request of which the arena stores something.
 
-        They lie in its pages without a gap, and its first token already reads them.
+        In cross attention they are one image. Its tokens lie in the pages without a gap, and the
+        first token of the request already reads them.
         """
+        if self._has_embeddings and request.mm_features:
+            return tuple(map(image_of, request.mm_features))
         if not self._tables or not request.mm_features:
             return ()
         num_tokens = sum(feature.mm_position.length for feature in request.mm_features)
@@ -87,6 +97,29 @@ class EncoderHits:
     def are_found(self, request: "Request") -> bool:
         """Whether the last hit was of this request and has all of its encoder outputs."""
         return self._found_by == request.request_id
+
+
+def image_of(feature: "MultiModalFeatureSpec") -> Image:
+    """Describe an encoder input whose embeddings take the place of tokens of its request.
+
+    It begins with the first token that an embedding replaces. No step encodes it before.
+
+    Args:
+        feature: The encoder input. Its embeddings depend on its identifier alone: vLLM includes the
+            adapter there if an adapter changes the encoder.
+    """
+    place = feature.mm_position
+    num_embeds = place.get_num_embeds()
+    start, end = 0, place.length
+    if (counts := place.embeds_cumsum) is not None:
+        start, end = bisect_left(counts, 1), bisect_left(counts, num_embeds) + 1
+    name = (feature.identifier, num_embeds)
+    return Image(
+        start_token=place.offset + start,
+        num_tokens=num_embeds,
+        placeholder_tokens=end - start,
+        content=blake2b(repr(name).encode(), digest_size=32).digest(),
+    )
 
 
 def _content(request: "Request") -> bytes:

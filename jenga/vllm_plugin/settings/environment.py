@@ -22,6 +22,7 @@ _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
 _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
+IMAGES_VARIABLE = "JENGA_IMAGE_EMBEDDINGS"
 _KNOWN_VARIABLES = frozenset(
     {
         _GEOMETRY_VARIABLE,
@@ -33,6 +34,7 @@ _KNOWN_VARIABLES = frozenset(
         _SPECIALIZED_LATENTS_VARIABLE,
         _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
+        IMAGES_VARIABLE,
     }
 )
 
@@ -56,6 +58,8 @@ class Settings:
         has_specialized_scans: The same for prompts in recurrent layers.
         history_tokens: Number of tokens in the histories beside recurrent states that are seldom
             written. 0 means that the environment asks for no histories.
+        keeps_image_embeddings: Whether a vision encoder's output is kept in the arena, where that
+            is possible.
     """
 
     geometry: str
@@ -66,6 +70,7 @@ class Settings:
     has_specialized_latents: bool | None
     has_specialized_scans: bool | None
     history_tokens: int
+    keeps_image_embeddings: bool = True
 
 
 def selects_backend(environ: Mapping[str, str]) -> bool:
@@ -119,6 +124,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
+        keeps_image_embeddings=_switch(environ, IMAGES_VARIABLE) is not False,
     )
 
 

@@ -67,6 +67,11 @@ class Refusal(Enum):
         reason="they give a block one id for all layers, but every layer type has its own page ids",
         instead="--kv-offloading-size for host memory",
     )
+    ENCODER_CACHE_CONNECTORS = Words(
+        feature="encoder cache connectors (--ec-transfer-config)",
+        reason="they copy vLLM's encoder cache, but embeddings are in pages of the arena",
+        instead="leave the option out",
+    )
 
     # Contents of the cache
     CACHE_DTYPE = Words(

@@ -16,6 +16,7 @@ from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
     FullAttention,
+    ImageEmbedding,
     Layer,
     LayerType,
     ModelSpec,
@@ -24,6 +25,7 @@ from jenga.spec import (
 )
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import check_draft
+from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, image_layer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
@@ -170,6 +172,9 @@ def _kind(name: str, spec: "KVCacheSpec") -> _Kind:
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
+    if name == IMAGE_LAYER and isinstance(spec, AttentionSpec):
+        fields = (("typical_tokens", spec.block_size),)
+        return _Kind(layer_type=ImageEmbedding, name="images", fields=fields)
     registered = registered_cache_spec(type(spec))
     if registered is not None:
         return _registered_kind(name, spec, registered)
@@ -258,6 +263,8 @@ def _layer(name: str, spec: "KVCacheSpec") -> Layer:
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
+    if name == IMAGE_LAYER:
+        return image_layer(spec)
     if isinstance(spec, MambaSpec):
         _check_states(name, spec)
         return Layer(name=name, slot_bytes=spec.state_content_size_bytes)
@@ -283,7 +290,15 @@ def model_spec(
     # Draft layers come first, since vLLM's runner gives a draft model the first group's page table.
     types = [replace(layer_type, name=f"draft_{layer_type.name}") for layer_type in drafts]
     types += _layer_types({name: spec for name, spec in specs.items() if name not in draft_layers})
+    # Image embeddings come last. Every other page table is a group of vLLM with the same index.
+    types.sort(key=lambda layer_type: isinstance(layer_type, ImageEmbedding))
     return ModelSpec(name="model", layer_types=tuple(types))
+
+
+def without_images(model: ModelSpec) -> ModelSpec:
+    """Get a model whose image embeddings are not kept in the arena."""
+    kept = tuple(each for each in model.layer_types if not isinstance(each, ImageEmbedding))
+    return replace(model, layer_types=kept)
 
 
 def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:

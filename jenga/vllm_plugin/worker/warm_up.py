@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from jenga.geometry import Geometry
-from jenga.vllm_plugin.arena.layout import first_layers, geometry_of
+from jenga.vllm_plugin.arena.layout import first_layers, geometry_of, group_tables
 from jenga.vllm_plugin.orders.copy_rounds import CopyRound
 from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders, attach_orders
 
@@ -39,7 +39,7 @@ def on_pages_apart(
     Returns:
         A function that renumbers the pages of a step and then runs it.
     """
-    parts = [table.small_pages_per_large_page for table in geometry.page_tables]
+    parts = [table.small_pages_per_large_page for table in group_tables(geometry)]
 
     def apart(page_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
         return tuple([n * k for n in ids] for ids, k in zip(page_ids, parts, strict=True))

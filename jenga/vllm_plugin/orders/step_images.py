@@ -1,0 +1,23 @@
+"""The pages of a step's images: what the scheduler tells the workers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm.config.ec_manager_config import EncoderCacheManagerMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepImages(EncoderCacheManagerMetadata):
+    """Small pages of the images of one step, sent to the workers.
+
+    Attributes:
+        reads: Identifier of an image -> its pages that the step's requests hold. The null page
+            stands for pages that none of them reads any more.
+        writes: Identifier of an image that the step encodes -> for each request that gets it, the
+            pages to write.
+    """
+
+    reads: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    writes: Mapping[str, Sequence[Sequence[int]]] = field(
+        default_factory=dict[str, Sequence[Sequence[int]]]
+    )

@@ -1,0 +1,220 @@
+"""Image embeddings in pages of the arena: the layout, and the real engine.
+
+Tokens are compared with the stock engine's, and the runs of the encoder are counted. In the engine,
+the manager's books are checked after every step.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jenga.spec import FullAttention, ImageEmbedding
+from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
+from tests.vllm_plugin.test_images import OPTIONS, prompts_about_images
+from tests.vllm_plugin.test_layout import MIB, engine_config
+
+pytestmark = pytest.mark.vllm
+
+ROWS_OF_IMAGE, WIDTH = 55, 256
+
+
+# The layout
+
+
+@pytest.fixture
+def config():
+    """Get the cache configuration of a model with one layer and one kind of image."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.ranks import planned_for
+    from jenga.vllm_plugin.specs.image_rows import ENCODER_CACHE_PATH, IMAGE_LAYER
+
+    shape = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    layers = {"full": FullAttentionSpec(block_size=16, **shape)}
+    rows = MLAAttentionSpec(
+        block_size=ROWS_OF_IMAGE, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32
+    )
+    options = engine_config(enable_prefix_caching=True)
+    options.ec_manager_config = SimpleNamespace(encoder_cache_manager_cls=None)
+    with planned_for([layers | {IMAGE_LAYER: rows}]):
+        groups = get_kv_cache_groups(options, layers)
+    assert options.ec_manager_config.encoder_cache_manager_cls == ENCODER_CACHE_PATH
+    return get_kv_cache_config_from_groups(options, groups, 8 * MIB)
+
+
+def test_images_have_a_page_table_and_no_group(config):
+    full, images = config.geometry.page_tables
+
+    assert isinstance(full.layer_type, FullAttention)
+    assert isinstance(images.layer_type, ImageEmbedding)
+    assert images.layer_type.typical_tokens == ROWS_OF_IMAGE
+    assert images.layer_type.layers[0].slot_bytes == 4 * WIDTH
+    assert [group.layer_names for group in config.kv_cache_groups] == [["full"]]
+    assert [tensor.layers for tensor in config.kv_cache_tensors] == [["full"]]
+
+
+def test_the_longest_request_is_full_of_the_largest_images(config):
+    from jenga.vllm_plugin.arena.layout import large_pages_of_longest_request
+
+    options = engine_config(enable_prefix_caching=True)
+    full, images = config.geometry.page_tables
+    options.model_config.max_model_len = 256
+
+    pages = large_pages_of_longest_request(options, config.kv_cache_groups)
+
+    # A step of 64 tokens that begins the third image, of 4 pages, still reads the last rows of the
+    # first one: 2 pages.
+    assert pages == -(-16 // full.small_pages_per_large_page) - (
+        -10 // images.small_pages_per_large_page
+    )
+
+
+def test_rows_lie_in_the_small_pages_that_the_geometry_says(config):
+    from jenga.vllm_plugin.worker.image_pages import image_pages
+
+    images = config.geometry.page_tables[1]
+    arena = torch.zeros(config.num_blocks * config.geometry.large_page_bytes, dtype=torch.int8)
+
+    pages = image_pages(config, arena)
+
+    num_pages = config.num_blocks * images.small_pages_per_large_page
+    assert pages.shape == (num_pages, images.tokens_per_page, WIDTH)
+    pages[7, 3] = 1.5
+    start = 7 * images.small_page_bytes + images.layer_offset_bytes[0] + 3 * 4 * WIDTH
+    row = arena[start : start + 4 * WIDTH].view(torch.float32)
+    assert torch.equal(row, torch.full((WIDTH,), 1.5))
+    assert int((arena != 0).sum()) == int((row.view(torch.int8) != 0).sum())
+
+
+def test_a_request_of_images_that_never_fit_is_told_of_by_its_pages(config):
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+    manager = JengaKVCacheManager(
+        config,
+        max_model_len=2048,
+        scheduler_block_size=16,
+        hash_block_size=16,
+        max_in_flight_tokens=2048,
+    )
+
+    def asked(num_images):
+        places = [PlaceholderRange(offset=2 * index, length=1) for index in range(num_images)]
+        features = [
+            MultiModalFeatureSpec(
+                data=None, modality="image", identifier=str(place.offset), mm_position=place
+            )
+            for place in places
+        ]
+        return SimpleNamespace(num_tokens=2000, mm_features=features)
+
+    assert manager.why_never(asked(100)) == ""
+    assert "images 1000" in manager.why_never(asked(1000))
+    assert manager.why_never(asked(0)) == ""
+
+
+# The engine
+
+IMAGES = [[0], [1, 2], [], [0], [3]]
+NUM_IMAGES = 4  # two prompts show the same one
+STOCK = {key: value for key, value in OPTIONS.items() if key != "attention_backend"}
+SMALL = {"kv_cache_memory_bytes": 24 * 49152}
+"""Room for one request of the largest length, and for little else."""
+
+
+def run_both(run_engine, model, prompts, images, *, options=None, environment=None, **job):
+    """Run the stock engine and ours on the same prompts, twice each."""
+    options = {"max_num_batched_tokens": 48} | (options or {})
+    job |= {"reads_images": True, "by_references": True, "image_seeds": images * 2, "rounds": 2}
+    theirs = run_engine(
+        model, prompts * 2, options=STOCK | options | {"kv_cache_memory_bytes": 32 * MIB}, **job
+    )
+    ours = run_engine(
+        model,
+        prompts * 2,
+        options=OPTIONS | options,
+        environment=environment,
+        fill_arena=True,
+        report_manager=True,
+        **job,
+    )
+    assert_same_generation(ours, theirs)
+    assert ours["request_tokens"] == {}
+    return ours, theirs
+
+
+def tables_of(result):
+    return [table["name"] for table in result["cache"]["evictions"]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llava_onevision",
+        pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
+        pytest.param("gemma3_vision", marks=pytest.mark.slow),
+    ],
+)
+def test_images_are_encoded_once_and_read_from_pages_of_the_arena(
+    tiny_vision_model, run_engine, name
+):
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+
+    ours, _ = run_both(run_engine, model, prompts, IMAGES)
+
+    assert tables_of(ours)[-1] == "images"
+    assert sum(ours["encoded"]) == NUM_IMAGES
+
+
+@pytest.mark.slow
+def test_images_give_way_and_requests_are_preempted_in_a_small_arena(tiny_vision_model, run_engine):
+    name = "llava_onevision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+
+    ours, _ = run_both(run_engine, model, prompts * 2, IMAGES * 2, options=SMALL, max_tokens=40)
+
+    assert ours["preemptions"] > 0
+    evictions = ours["cache"]["evictions"][-1]
+    assert evictions["name"] == "images"
+    assert sum(value for key, value in evictions.items() if key != "name") > 0
+
+
+@pytest.mark.slow
+def test_the_same_image_twice_in_a_prompt_is_encoded_once(tiny_vision_model, run_engine):
+    name = "llava_onevision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+
+    ours, _ = run_both(
+        run_engine, model, [prompts[1]], [[5, 5]], options={"max_num_batched_tokens": 128}
+    )
+
+    assert ours["encoded"] == [1]
+
+
+@pytest.mark.slow
+def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine):
+    name = "llava_onevision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)[:2]
+
+    ours, _ = run_both(
+        run_engine, model, prompts, IMAGES[:2], environment={V2_RUNNER: "1"}, max_tokens=4
+    )
+
+    assert tables_of(ours)[-1] == "images"
+    assert sum(ours["encoded"]) == 3
+
+
+@pytest.mark.slow
+def test_a_variable_leaves_images_in_the_encoder_cache(tiny_vision_model, run_engine):
+    name = "llava_onevision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+
+    ours, theirs = run_both(
+        run_engine, model, prompts, IMAGES, environment={"JENGA_IMAGE_EMBEDDINGS": "0"}
+    )
+
+    assert tables_of(ours) == ["full"]
+    assert sum(ours["encoded"]) == sum(theirs["encoded"])
