@@ -10,6 +10,7 @@ from jenga.admission.gate import Entry
 from jenga.admission.reserve import STEP_TOKENS, Admission, default_left_share
 from jenga.admission.wait_queue import Waiting
 from jenga.arena.allocator import Allocator
+from jenga.arena.borrowed_pages import BorrowedPages, Lender
 from jenga.checks import check_count, check_multiple
 from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
@@ -30,7 +31,12 @@ from jenga.tables.request import PageCopy, PrefixHit, Request, new_facts
 
 
 class Manager(Keeping):
-    """Gives running requests their page tables out of one arena."""
+    """Gives running requests their page tables out of one arena.
+
+    Attributes:
+        borrowed: The large pages of an arena that several engines share. None if all large pages are
+            this engine's own.
+    """
 
     def __init__(  # noqa: PLR0913  all options of an arena
         self,
@@ -48,6 +54,8 @@ class Manager(Keeping):
         records_changes: bool = False,
         num_host_large_pages: int = 0,
         load_at_once_bytes: int = STEP_BYTES,
+        lender: Lender | None = None,
+        steps_in_flight: int = 1,
     ) -> None:
         """Create the manager of an empty arena.
 
@@ -81,6 +89,10 @@ class Manager(Keeping):
             load_at_once_bytes: Most bytes that an admission may load from host memory while other
                 requests run and wait for it. Larger loads are copied during earlier steps, before
                 the admission.
+            lender: Lends large pages of an arena that several engines share. None means that all
+                large pages are this engine's own.
+            steps_in_flight: With a lender, the most steps that are scheduled and not processed
+                while the next one is scheduled, including that one.
 
         Raises:
             ValueError: One of these holds:
@@ -89,7 +101,8 @@ class Manager(Keeping):
                 - The arena, or host memory, is smaller than the null page and one large page for
                   each page table.
                 - Neither of page size and `hash_tokens` divides the other.
-                - Host memory is given, but prefix caching is off.
+                - Host memory is given, but prefix caching is off or there is a lender.
+                - The lender's arena has another number of large pages, or guarantees too few.
         """
         check_geometry(geometry)
         specs = geometry.page_tables
@@ -98,6 +111,8 @@ class Manager(Keeping):
         check_count("ahead_tokens", ahead_tokens)
         check_count("num_host_large_pages", num_host_large_pages)
         check_count("load_at_once_bytes", load_at_once_bytes)
+        check_count("steps_in_flight", steps_in_flight, least=1)
+        owned = None if lender is None else _first_pages(lender, num_large_pages, len(specs))
         if num_large_pages < 1 + len(specs):
             msg = (
                 f"num_large_pages must be at least {1 + len(specs)}, the null page and one for "
@@ -112,7 +127,8 @@ class Manager(Keeping):
             unit_name="hash_tokens",
             unit=hash_tokens,
         )
-        allocator = Allocator([spec.small_pages_per_large_page for spec in specs], num_large_pages)
+        counts = [spec.small_pages_per_large_page for spec in specs]
+        allocator = Allocator(counts, num_large_pages, owned)
         changes: list[CacheChange] = []
         copies: list[PageCopy] = []
         tables = build_tables(
@@ -126,6 +142,9 @@ class Manager(Keeping):
         if num_host_large_pages:
             if not prefix_caching:
                 msg = "num_host_large_pages must be 0 where prefix_caching is off"
+                raise ValueError(msg)
+            if lender is not None:
+                msg = "num_host_large_pages must be 0 in an arena that engines share"
                 raise ValueError(msg)
             host = HostCache(
                 tables,
@@ -199,6 +218,16 @@ class Manager(Keeping):
         )
         self._nothing = self._taking.nothing
         self._num_owners = 0
+        self.borrowed: BorrowedPages | None = None
+        if lender is not None:
+            self.borrowed = self._taking.borrowed = BorrowedPages(
+                allocator.large_pages,
+                lender,
+                tables[0].clock,
+                steps_in_flight=steps_in_flight,
+                on_evicted=self._evictions.note,
+                is_quiet=lambda: not copies,
+            )
 
     def new_step(self) -> None:
         """Record that the engine begins a step.
@@ -211,6 +240,8 @@ class Manager(Keeping):
         self._entry.begin_step()
         if self._loading is not None:
             self._loading.begin_step()
+        if self.borrowed is not None:
+            self.borrowed.begin_step()
 
     # The life of a request
 
@@ -618,3 +649,26 @@ class Manager(Keeping):
         if self._prefix_caching:
             self._tree.check()
         self._waiting.check()
+        if self.borrowed is not None:
+            self.borrowed.check()
+
+
+def _first_pages(lender: Lender, num_large_pages: int, num_tables: int) -> list[int]:
+    """Return the large pages that a lender has lent from the start.
+
+    Raises:
+        ValueError: They are of another arena, or too few.
+    """
+    if lender.num_pages != num_large_pages:
+        msg = (
+            f"num_large_pages must be {lender.num_pages}, those of the lender's arena, got "
+            f"{num_large_pages}"
+        )
+        raise ValueError(msg)
+    if lender.guarantee_pages < num_tables:
+        msg = (
+            f"the lender must guarantee at least {num_tables} large pages, one for each page "
+            f"table, got {lender.guarantee_pages}"
+        )
+        raise ValueError(msg)
+    return lender.first_pages()

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from operator import sub
 
 from jenga.arena.allocator import Allocator
+from jenga.arena.borrowed_pages import BorrowedPages
 from jenga.arena.large_pages import NULL_PAGE
 from jenga.arena.small_pages import Budget, Sharing
 from jenga.errors import InvariantError, OutOfPagesError
@@ -17,7 +18,13 @@ from jenga.tables.request import PrefixHit, Request
 
 
 class Taking:
-    """Takes small pages for requests: all that a step needs, or none."""
+    """Takes small pages for requests: all that a step needs, or none.
+
+    Attributes:
+        borrowed: Asked for further large pages before a request is refused. None if all large pages
+            of the arena are there from the start.
+        nothing: No pages, for each page table.
+    """
 
     __slots__ = (
         "_allocator",
@@ -30,6 +37,7 @@ class Taking:
         "_loading",
         "_no_pages",
         "_promises",
+        "borrowed",
         "nothing",
     )
 
@@ -66,6 +74,7 @@ class Taking:
         self._in_flight_tokens = in_flight_tokens
         self._host = host
         self._loading = loading
+        self.borrowed: BorrowedPages | None = None
         # Request id -> the request, and the small pages of each page table that it will still take
         # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
@@ -125,16 +134,21 @@ class Taking:
                 self._host.pin(hit)
         taken: Sequence[list[int]] | None = self.nothing
         if any(needs):
-            taken = self._allocator.take(
-                needs,
-                needs if request.is_packed else growth.apart(request, needs, expected),
-                owner=request.owner,
-                reserve_large_pages=reserve_large_pages,
-                held=request.pages,
-                is_packed=request.is_packed,
-            )
-            if taken is None:
+            apart = needs if request.is_packed else growth.apart(request, needs, expected)
+            for _ in range(2):
+                taken = self._allocator.take(
+                    needs,
+                    apart,
+                    owner=request.owner,
+                    reserve_large_pages=reserve_large_pages,
+                    held=request.pages,
+                    is_packed=request.is_packed,
+                )
+                if taken is not None:
+                    break
+                # It refuses, unless further large pages can be borrowed.
                 self._require(request_id, needs, None, reserve_large_pages)
+            if taken is None:
                 msg = f"{needs} small pages can be had and cannot"
                 raise InvariantError(msg)
             self._evictions.note()
@@ -247,6 +261,12 @@ class Taking:
     ) -> None:
         """Raise `OutOfPagesError` unless the needs can be met once the pages found are shared."""
         room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
+        if not room.suffices and self.borrowed is not None:
+            missing = room.needed_large_pages - room.available_large_pages
+            if self.borrowed.lack(missing):
+                room = self._allocator.room(
+                    needs, hits=found, reserve_large_pages=reserve_large_pages
+                )
         if not room.suffices:
             raise OutOfPagesError(
                 request_id,

@@ -15,7 +15,6 @@ class Holdings:
 
     Attributes:
         geometry: Sizes of large and small pages, and the page tables.
-        num_large_pages: Number of large pages of the arena, including the null page.
         capacity: Computes the largest requests that the arena can hold.
     """
 
@@ -28,11 +27,16 @@ class Holdings:
             tables: Page tables of the arena.
         """
         self.geometry = geometry
-        self.num_large_pages = allocator.large_pages.num_pages
-        self.capacity = Capacity(geometry, [table.policy for table in tables], self.num_large_pages)
+        num_certain = allocator.large_pages.num_certain
+        self.capacity = Capacity(geometry, [table.policy for table in tables], num_certain + 1)
         self._allocator = allocator
         self._tables = tables
         self._requests: dict[str, Request] = {}
+
+    @property
+    def num_large_pages(self) -> int:
+        """Number of large pages that can be held now, and the null page."""
+        return self._allocator.large_pages.num_owned + 1
 
     def _running(self, request_id: str) -> Request:
         request = self._requests.get(request_id)
