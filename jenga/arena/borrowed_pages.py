@@ -24,6 +24,9 @@ from jenga.errors import InvariantError
 BATCHES = 64
 """Number of batches that an arena consists of. Asks and returns are a batch at a time."""
 
+SURPLUS_STEPS = 32
+"""Steps during which large pages must stay empty before they are returned without a call."""
+
 _REMEMBERED_TIMES = 4096
 """Most times of ranks that are remembered. Beyond that every second one is forgotten."""
 
@@ -177,6 +180,7 @@ class BorrowedPages:
         self._called, self._older_than_s = 0, -math.inf
         self._is_waiting = False  # whether an ask that may evict others' content is open
         self._num_asked = 0  # large pages of that ask
+        self._least_empty = 0  # fewest empty large pages since that was last looked at
         self._batch_pages = max(1, (lender.num_pages - 1) // BATCHES)
         self.num_asks = self.num_returned = 0
         large_pages.source = self.borrow
@@ -188,10 +192,12 @@ class BorrowedPages:
         self._return_left(self._step - self._steps_in_flight)
         self._read_news()
         large_pages = self._large_pages
+        self._least_empty = min(self._least_empty, large_pages.num_empty)
         if self._called:
             self._withdraw(self._called - self._num_leaving, self._older_than_s, self._step)
-        elif large_pages.num_empty > 2 * self._batch_pages:
-            self._withdraw(large_pages.num_empty - 2 * self._batch_pages, -math.inf, self._step)
+        elif self._step % SURPLUS_STEPS == 0:
+            self._withdraw(self._least_empty - 2 * self._batch_pages, -math.inf, self._step)
+            self._least_empty = large_pages.num_empty
         elif large_pages.num_empty < self._batch_pages and self._lender.has_free:
             self._ask(self._batch_pages, None)
         elif not large_pages.num_empty and large_pages.reclaimable.num_queued:
@@ -231,6 +237,7 @@ class BorrowedPages:
         Otherwise they are asked for, and others may evict content for them that was used before
         all that this engine could evict itself, which is nothing.
         """
+        self._least_empty = 0
         num_before = self._large_pages.num_available
         self.borrow(num_pages)
         num_missing = num_pages - (self._large_pages.num_available - num_before)
