@@ -234,15 +234,15 @@ class BorrowedPages:
     def lack(self, num_pages: int) -> bool:
         """Note that large pages are missing for a request. Return whether some came at once.
 
-        Otherwise they are asked for, and others may evict content for them that was used before
-        all that this engine could evict itself, which is nothing.
+        Otherwise they are asked for. Others may evict content for them that was used before all
+        that this engine could evict itself.
         """
         self._least_empty = 0
         num_before = self._large_pages.num_available
         self.borrow(num_pages)
         num_missing = num_pages - (self._large_pages.num_available - num_before)
         if num_missing > 0 and not (self._is_waiting and num_missing <= self._num_asked):
-            self._ask(num_missing, self._lender.now_s())
+            self._ask(num_missing, min(self._lender.now_s(), self._oldest_s()))
         return self._large_pages.num_available > num_before
 
     def _ask(self, num_pages: int, older_than_s: float | None) -> None:

@@ -37,7 +37,11 @@ def attach(folder: ArenaFolder, name: str) -> Peer:
         BrokerError: The broker is not there, or knows no such engine.
     """
     peer = _connect(folder)
-    _request(peer, {"do": "attach", "name": name})
+    try:
+        _request(peer, {"do": "attach", "name": name})
+    except BrokerError:
+        peer.close()
+        raise
     return peer
 
 
@@ -95,8 +99,12 @@ class SocketLender:
             "limit_pages": limit_pages,
             "large_page_bytes": large_page_bytes,
         }
-        answer = _request(self._peer, joining, self._note)
-        self.row: int = answer["row"]
+        try:
+            self.row: int = _request(self._peer, joining, self._note)["row"]
+        except BrokerError:
+            self._peer.close()
+            self._books.close()
+            raise
         end_s = time.monotonic() + join_seconds
         while len(self._granted) < guarantee_pages and self._peer is not None:
             left_s = end_s - time.monotonic()
@@ -268,8 +276,12 @@ class SocketLender:
         self._next_attempt_s = time.monotonic() + _RECONNECT_SECONDS
         try:
             peer = _connect(self.folder)
+        except BrokerError:
+            return
+        try:
             _request(peer, {"do": "rejoin", "row": self.row}, self._note)
-        except (BrokerError, ConnectionError):
+        except BrokerError:
+            peer.close()
             return
         self._peer = peer
         self._adopt(self._books.pages_of(self.row + 1))

@@ -170,6 +170,7 @@ def test_an_engine_that_joins_gets_its_guarantee_from_others_that_use_the_whole_
     assert second.report()["connected"]
 
 
+@pytest.mark.slow
 def test_kills_of_anyone_at_random_points_leave_books_in_which_no_page_has_two_owners(shared):
     chance = random.Random(1)
     names = iter(f"engine{number}" for number in range(100))
