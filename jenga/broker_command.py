@@ -26,6 +26,10 @@ examples:
   jenga broker remove /dev/shm/arena"""
 
 
+_LEAST_PAGES = 2
+"""Fewest large pages of an arena: the null page, and one to lend."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `jenga broker`."""
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True)
@@ -67,7 +71,7 @@ def _start(options: argparse.Namespace) -> int:
         raise ValueError(msg)
     else:
         num_pages = arena_bytes // large_page_bytes
-        if num_pages < 2:
+        if num_pages < _LEAST_PAGES:
             msg = (
                 f"--bytes must hold the null page and another large page of {large_page_bytes} "
                 f"bytes, got {arena_bytes}"
@@ -133,7 +137,10 @@ def _status(options: argparse.Namespace) -> int:
             return 0
         print(f"{_arena_text(books)}, {books.num_free} free")
         if engines:
-            rows = [list(engines[0]), *([_cell(each) for each in engine.values()] for engine in engines)]
+            rows = [
+                list(engines[0]),
+                *([_cell(each) for each in engine.values()] for engine in engines),
+            ]
             print("\n".join(aligned(rows)))
     return 0
 

@@ -34,8 +34,8 @@ class Manager(Keeping):
     """Gives running requests their page tables out of one arena.
 
     Attributes:
-        borrowed: The large pages of an arena that several engines share. None if all large pages are
-            this engine's own.
+        borrowed: The large pages of an arena that several engines share. None if all large pages
+            are this engine's own.
     """
 
     def __init__(  # noqa: PLR0913  all options of an arena

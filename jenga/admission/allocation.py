@@ -132,25 +132,10 @@ class Taking:
             self._hits.share(found, hit)
             if self._host is not None:
                 self._host.pin(hit)
-        taken: Sequence[list[int]] | None = self.nothing
+        taken: Sequence[list[int]] = self.nothing
         if any(needs):
             apart = needs if request.is_packed else growth.apart(request, needs, expected)
-            for _ in range(2):
-                taken = self._allocator.take(
-                    needs,
-                    apart,
-                    owner=request.owner,
-                    reserve_large_pages=reserve_large_pages,
-                    held=request.pages,
-                    is_packed=request.is_packed,
-                )
-                if taken is not None:
-                    break
-                # It refuses, unless further large pages can be borrowed.
-                self._require(request_id, needs, None, reserve_large_pages)
-            if taken is None:
-                msg = f"{needs} small pages can be had and cannot"
-                raise InvariantError(msg)
+            taken = self._take_new(request_id, request, needs, apart, reserve_large_pages)
             self._evictions.note()
             growth.append(request, taken)
         if hit is not None:
@@ -164,6 +149,34 @@ class Taking:
         else:
             self._promises.pop(request_id, None)
         return taken
+
+    def _take_new(
+        self,
+        request_id: str,
+        request: Request,
+        needs: list[int],
+        apart: Sequence[int],
+        reserve_large_pages: int,
+    ) -> list[list[int]]:
+        """Take new pages, with large pages that can be borrowed at once.
+
+        Raises:
+            OutOfPagesError: There are not enough pages. Nothing was changed.
+        """
+        for _ in range(2):
+            taken = self._allocator.take(
+                needs,
+                apart,
+                owner=request.owner,
+                reserve_large_pages=reserve_large_pages,
+                held=request.pages,
+                is_packed=request.is_packed,
+            )
+            if taken is not None:
+                return taken
+            self._require(request_id, needs, None, reserve_large_pages)
+        msg = f"{needs} small pages can be had and cannot"
+        raise InvariantError(msg)
 
     def _later_pages(
         self,

@@ -6,8 +6,8 @@ empty ones first, then cached content that was used before a given time. It neve
 that it has fewer than its guarantee.
 
 A step in flight may still write to a large page that was emptied meanwhile. A large page therefore
-leaves in two stages: it is taken out of the arena at the beginning of a step, and returned when that
-step has been processed.
+leaves in two stages. It is taken out of the arena at the beginning of a step, and returned when
+that step has been processed.
 """
 
 import math
@@ -301,7 +301,7 @@ class BorrowedPages:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` unless this engine has at least its guarantee, within its limit."""
+        """Raise `InvariantError` unless this engine is between its guarantee and its limit."""
         num_pages = self._large_pages.num_owned + self._num_leaving
         if not self._lender.guarantee_pages <= num_pages <= self._lender.limit_pages:
             msg = (

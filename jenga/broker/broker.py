@@ -311,14 +311,14 @@ class Broker:
         self._calls = calls
         return changed
 
-    def _spread(self, asker: int, missing: int, older_than_s: float, calls: dict[int, Call]) -> None:
+    def _spread(
+        self, asker: int, missing: int, older_than_s: float, calls: dict[int, Call]
+    ) -> None:
         """Add calls for what one engine misses."""
         supplies = {
             row: self.books.supply(row) for row, _ in self.books.agreements() if row != asker
         }
-        extras = {
-            row: self._extra(row) - calls.get(row, NO_CALL).num_pages for row in supplies
-        }
+        extras = {row: self._extra(row) - calls.get(row, NO_CALL).num_pages for row in supplies}
 
         def call(row: int, most: int) -> None:
             nonlocal missing

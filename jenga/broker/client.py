@@ -78,8 +78,8 @@ class SocketLender:
             join_seconds: Most seconds to wait.
 
         Raises:
-            BrokerError: The broker is not there, or refuses, or others do not return enough in time.
-                This engine then has no large page.
+            BrokerError: The broker is not there, or refuses, or others do not return enough in
+                time. This engine then has no large page.
             ValueError: There is no shared arena in the folder.
         """
         self.folder, self.name = folder, name
@@ -186,9 +186,7 @@ class SocketLender:
         if self._peer is None:
             self._reconnect()
         self._read()
-        news = News(
-            granted=self._granted, called=self._called, older_than_s=self._older_than_s
-        )
+        news = News(granted=self._granted, called=self._called, older_than_s=self._older_than_s)
         self._granted, self._called = [], None
         return news
 
@@ -200,11 +198,18 @@ class SocketLender:
     # The connection
 
     def wait(self, most_seconds: float) -> None:
-        """Wait until something has arrived from the broker, or up to `most_seconds`."""
-        if self._peer is None:
-            time.sleep(min(most_seconds, _RECONNECT_SECONDS))
-        else:
-            self._wait(most_seconds)
+        """Wait until something has arrived from the broker, or up to `most_seconds`.
+
+        Another thread may call this. It reads nothing.
+        """
+        peer = self._peer
+        try:
+            if peer is not None:
+                select.select([peer.socket], [], [], most_seconds)
+                return
+        except (OSError, ValueError):
+            pass  # the other thread has closed it
+        time.sleep(min(most_seconds, _RECONNECT_SECONDS))
 
     def leave(self) -> None:
         """Return everything, and end the agreement. Nothing may touch the arena any more."""
@@ -330,7 +335,9 @@ def _connect(folder: ArenaFolder) -> Peer:
     return Peer(connected)
 
 
-def _request(peer: Peer, message: Message, note: Callable[[Message], None] | None = None) -> Message:
+def _request(
+    peer: Peer, message: Message, note: Callable[[Message], None] | None = None
+) -> Message:
     """Send a message, and wait for its answer.
 
     Args:

@@ -133,9 +133,7 @@ class DirectLender:
 
     def news(self) -> News:
         """See `Lender`."""
-        news = News(
-            granted=self.granted, called=self.called, older_than_s=self.older_than_s
-        )
+        news = News(granted=self.granted, called=self.called, older_than_s=self.older_than_s)
         self.granted, self.called = [], None
         return news
 

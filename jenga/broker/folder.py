@@ -52,9 +52,7 @@ class ArenaFolder:
         try:
             # Without memory behind each byte, an engine would be killed when it writes there.
             os.posix_fallocate(descriptor, 0, large_page_bytes * num_pages)
-            books = Books.create(
-                self.books, large_page_bytes=large_page_bytes, num_pages=num_pages
-            )
+            books = Books.create(self.books, large_page_bytes=large_page_bytes, num_pages=num_pages)
         except (OSError, ValueError):
             self.arena.unlink()
             raise

@@ -1,8 +1,8 @@
 """Messages between the broker and engines: JSON objects, one a line, on a socket that never waits.
 
-An engine sends `{"do": "join" | "rejoin" | "attach" | "check" | "ask" | "return" | "leave", ...}`. The
-broker answers each `join`, `rejoin`, `attach`, `check` and `ask` with one message that has `"answer"`.
-It also sends `{"granted": [...]}` and `{"call": number, "older_than_s": time}` at any time.
+An engine sends `{"do": ...}` with join, rejoin, attach, check, ask, return or leave. The broker
+answers each of them, except a return, with one message that has `"answer"`. It also sends
+`{"granted": [...]}` and `{"call": number, "older_than_s": time}` at any time.
 """
 
 import json
@@ -26,7 +26,7 @@ class Peer:
 
     def __init__(self, connected: socket.socket) -> None:
         """Take over a connected socket."""
-        connected.setblocking(False)
+        connected.setblocking(False)  # noqa: FBT003  its only parameter
         self.socket = connected
         self._incoming = bytearray()
         self._outgoing = bytearray()

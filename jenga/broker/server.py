@@ -15,7 +15,7 @@ from jenga.broker.messages import Message, Peer
 from jenga.broker.processes import Process, process_of
 
 SECONDS_PER_ROUND = 0.05
-"""Most seconds until asks that are not met are spread again over what engines can return by then."""
+"""Most seconds until asks that are not met are spread again over what engines can return."""
 
 _CREDENTIALS = struct.Struct("iII")
 
@@ -59,7 +59,7 @@ class Server:
         self._listener.bind(str(folder.socket))
         folder.socket.chmod(0o600)
         self._listener.listen(128)
-        self._listener.setblocking(False)
+        self._listener.setblocking(False)  # noqa: FBT003  its only parameter
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for _, agreement in self._books.agreements():
             for process in agreement.processes:

@@ -83,7 +83,7 @@ _MAX_FEWER_PAGES = 8
 """Most by which a page count is lowered below the one that fits, for a smaller common multiple."""
 
 
-def plan(
+def plan(  # noqa: PLR0913  all options of a plan
     model: ModelSpec,
     *,
     arena_bytes: int | None = None,
@@ -387,7 +387,9 @@ class _Search:
         self._fixed_cost = fixed_cost
         self._per_large_page_byte = per_large_page_byte
         self._limits = [
-            inf if max_padding == inf else size.content_bytes + size.padding_limit_bytes(max_padding)
+            inf
+            if max_padding == inf
+            else size.content_bytes + size.padding_limit_bytes(max_padding)
             for size in sizes
         ]
         self._mean_per_padding_byte = [size.mean_per_padding_byte for size in sizes]

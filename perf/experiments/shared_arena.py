@@ -85,7 +85,9 @@ class Outcome:
     ttft_mean_s: float
 
 
-def requests(name: str, num_requests: int, rate: float, phase: float, seed: int) -> Iterator[Request]:
+def requests(
+    name: str, num_requests: int, rate: float, phase: float, seed: int
+) -> Iterator[Request]:
     """Yield questions on documents that others ask about too, at a rate that rises and falls."""
     draw = random.Random(f"{name} {seed}")
     lengths = [draw.randrange(4000, 12_000) for _ in range(60)]

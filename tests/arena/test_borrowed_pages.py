@@ -36,7 +36,7 @@ def test_engines_that_share_an_arena_find_their_content_whole(tmp_path, seed):
         lender = direct.join(name, guarantee_pages=8, limit_pages=30 + number)
         cut = CACHED[(seed + number) % len(CACHED)]
         engines.append(FakeEngine(name, cut, lender, models, seed))
-    most = {name: 0 for name in "abc"}
+    most = dict.fromkeys("abc", 0)
     for step in range(STEPS):
         # Load moves from one engine to the next.
         busy = step * 5 // STEPS % 3

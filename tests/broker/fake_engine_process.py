@@ -56,22 +56,9 @@ class Engine:
             return
         self.manager.new_step()
         for name, (num_tokens, final) in list(self.requests.items()):
-            try:
-                if num_tokens == final:
-                    self.num_finished += 1
-                    raise OutOfPagesError(
-                        name,
-                        needed_pages=[],
-                        available_pages=[],
-                        needed_large_pages=0,
-                        available_large_pages=0,
-                    )
-                self.manager.allocate(
-                    name, num_tokens=num_tokens + 1, num_processed_tokens=num_tokens
-                )
-                self.requests[name] = num_tokens + 1, final
-                self.commit(name, num_tokens + 1)
-            except OutOfPagesError:
+            if num_tokens == final:
+                self.num_finished += 1
+            if num_tokens == final or not self.grow(name, num_tokens + 1, final):
                 self.manager.free(name)
                 del self.requests[name]
         while len(self.requests) < load:
@@ -87,6 +74,15 @@ class Engine:
         self.stamp()
         if not self.num_steps % 50:
             self.manager.check()
+
+    def grow(self, name, num_tokens, final):
+        try:
+            self.manager.allocate(name, num_tokens=num_tokens, num_processed_tokens=num_tokens - 1)
+        except OutOfPagesError:
+            return False
+        self.requests[name] = num_tokens, final
+        self.commit(name, num_tokens)
+        return True
 
     def commit(self, name, num_tokens):
         hashes = [f"{name} {i}".encode() for i in range(num_tokens // 4)]
@@ -123,7 +119,8 @@ class Engine:
 def main():
     folder, name, guarantee, limit = sys.argv[1:]
     engine = Engine(ArenaFolder(Path(folder)), name, int(guarantee), int(limit))
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     load, rest = 0, b""
     while True:
         if select.select([sys.stdin], [], [], 0)[0]:
@@ -134,7 +131,8 @@ def main():
             *lines, rest = (rest + text).split(b"\n")
             for line in lines:
                 if line == b"report":
-                    print(json.dumps(engine.report()), flush=True)
+                    sys.stdout.write(json.dumps(engine.report()) + "\n")
+                    sys.stdout.flush()
                 else:
                     load = int(line.removeprefix(b"load "))
         engine.step(load)

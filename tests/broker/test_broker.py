@@ -187,7 +187,8 @@ def test_books_that_disagree_are_found(books: Books):
         broker.check()
 
 
-def test_a_file_that_is_not_one_of_books_is_refused(tmp_path: Path, books: Books):
+@pytest.mark.usefixtures("books")
+def test_a_file_that_is_not_one_of_books_is_refused(tmp_path: Path):
     foreign = tmp_path / "foreign"
     foreign.write_bytes(b"something else" * 100)
     with pytest.raises(ValueError, match="not a file of a broker's books"):

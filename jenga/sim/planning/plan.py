@@ -144,7 +144,7 @@ def served_model(models: Sequence[ModelFacts], options: ReadOptions) -> ModelSpe
     return combine("+".join(spec.name for spec in specs), specs)
 
 
-def plan_model(
+def plan_model(  # noqa: PLR0913  all options of a plan
     models: Sequence[ModelFacts],
     *,
     arena: Budget | int,

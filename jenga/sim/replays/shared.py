@@ -43,7 +43,9 @@ def run_together(
     """
     turns = {replay: iter(replay) for replay in replays}
     while True:
-        waiting = [(next_s, i) for i, replay in enumerate(replays) if (next_s := replay.next_s) is not None]
+        waiting = [
+            (next_s, i) for i, replay in enumerate(replays) if (next_s := replay.next_s) is not None
+        ]
         if not waiting:
             return
         next_s, index = min(waiting)
