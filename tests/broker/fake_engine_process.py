@@ -52,6 +52,7 @@ class Engine:
         self.check_stamps()
         if not load and not self.requests:
             self.manager.borrowed.rest()
+            self.lender.wait(0.01)
             self.used = set()
             return
         self.manager.new_step()

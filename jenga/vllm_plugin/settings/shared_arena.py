@@ -1,8 +1,10 @@
 """The share of an engine in an arena that several engines share, read from the settings."""
 
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from jenga.broker.client import BrokerError, check_join
 from jenga.broker.folder import ArenaFolder
 from jenga.vllm_plugin.settings.environment import (
     GUARANTEE_VARIABLE,
@@ -63,8 +65,8 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
     """Let an engine use large pages of a shared arena, if its settings ask for that.
 
     Raises:
-        ValueError: There is no such arena, it is smaller than the guarantee, or the configuration
-            asks for what cannot be served with it.
+        ValueError: There is no such arena, its broker is not there or would refuse the engine, or
+            the configuration asks for what cannot be served with it.
     """
     if settings.shared_arena is None or arena_share(vllm_config) is not None:
         return
@@ -96,6 +98,17 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
     if not isinstance(options, dict):
         msg = "an --additional-config that is not a mapping"
         raise Refusal.SHARED_ARENA.error(msg)
+    try:
+        check_join(
+            folder,
+            f"an engine of process {os.getpid()}",
+            guarantee_pages=guarantee_pages,
+            limit_pages=limit_pages,
+            large_page_bytes=large_page_bytes,
+        )
+    except BrokerError as error:
+        msg = f"{SHARED_ARENA_VARIABLE}={folder.path}: {error}"
+        raise ValueError(msg) from error
     options[_SHARE] = asdict(share)
     vllm_config.cache_config.num_gpu_blocks_override = num_pages
 
