@@ -33,7 +33,7 @@ _REMEMBERED_TIMES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What has come from the lender since the last call.
+    """News of the lender since the last call.
 
     Attributes:
         granted: Large pages that this engine may use from now on.
@@ -47,7 +47,7 @@ class News:
 
 
 class Lender(Protocol):
-    """Whoever lends large pages.
+    """A lender of large pages.
 
     Attributes:
         num_pages: Number of large pages of the whole arena, including the null page.
@@ -161,9 +161,8 @@ class BorrowedPages:
             large_pages: The upper level of the allocator, which has the lender's first pages.
             lender: Lender of the large pages.
             clock: Clock of the ranks of cached content.
-            steps_in_flight: Most steps that are scheduled and not processed, at the time when the
-                next one is about to be scheduled, plus one. 1 if each step is processed before the
-                next one is scheduled.
+            steps_in_flight: Most steps that are scheduled and not processed while the next one is
+                scheduled, including that one. 1 if steps never overlap.
             on_evicted: Called after content was evicted.
             is_quiet: Whether nothing of the arena is to be copied later on.
         """
@@ -232,7 +231,7 @@ class BorrowedPages:
             self._is_waiting = False
 
     def lack(self, num_pages: int) -> bool:
-        """Note that large pages are missing for a request. Return whether some came at once.
+        """Record that large pages are missing for a request. Return whether some came at once.
 
         Otherwise they are asked for. Others may evict content for them that was used before all
         that this engine could evict itself.

@@ -21,7 +21,7 @@ class RankClock:
 
     @property
     def next_rank(self) -> int:
-        """The lowest rank that was not given yet, on the level of pages that nobody needs."""
+        """The lowest rank that was not given yet, on the level of pages that no checkpoint needs."""
         return self._next
 
     def loose(self, num_pages: int) -> range:

@@ -1,6 +1,6 @@
 """The books of a shared arena: which engine has which large page, in one mapped file.
 
-Each field has one writer. The broker writes who has a page, and what was agreed with an engine. An
+Each field has one writer. The broker writes owners of large pages and agreements with engines. An
 engine writes how many of its large pages are empty or evictable. The file outlives the broker, and
 a broker that starts again reads it.
 """
@@ -45,7 +45,7 @@ _OWNERS_OFFSET = _ROWS_OFFSET + NUM_ROWS * _ROW_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What the broker and an engine have agreed on.
+    """Agreement between the broker and an engine.
 
     Attributes:
         name: Name of the engine, for people.
@@ -63,7 +63,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """What an engine could return, as it said last.
+    """Large pages that an engine could return, as it said last.
 
     Attributes:
         num_empty: Number of large pages without content.
@@ -115,7 +115,7 @@ class Books:
 
     @classmethod
     def create(cls, path: Path, *, large_page_bytes: int, num_pages: int) -> "Books":
-        """Make the file for an arena that nobody uses yet, and map it.
+        """Make the file for an arena without engines, and map it.
 
         Args:
             path: The file, which must not exist.
@@ -159,7 +159,7 @@ class Books:
         return self._owners[page]
 
     def set_owner(self, page: int, owner: int) -> None:
-        """Record who has a large page. Only the broker may do so."""
+        """Record the owner of a large page. Only the broker may do so."""
         self._owners[page] = owner
 
     def pages_of(self, owner: int) -> list[int]:

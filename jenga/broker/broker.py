@@ -1,4 +1,4 @@
-"""The broker's decisions: who gets which large page, and who is asked to return some.
+"""The broker's decisions: which engine gets large pages, and which one returns some.
 
 It lends free large pages in the order of the asks, but first to engines below their guarantee. If
 there are too few, it calls others to return some of what they have beyond their guarantee: empty
@@ -18,7 +18,7 @@ from jenga.errors import InvariantError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the broker calls an engine to return.
+    """A call of the broker to an engine to return large pages.
 
     Attributes:
         num_pages: Number of large pages that are still to be returned.
@@ -86,7 +86,7 @@ class Broker:
         """Raise `ValueError` unless an engine could join now. Nothing is changed.
 
         Args:
-            agreement: What the engine wants to agree on.
+            agreement: The agreement that the engine wants.
             large_page_bytes: Bytes of the large pages that the engine was planned for.
         """
         books, usable = self.books, self.books.num_pages - 1
@@ -337,7 +337,7 @@ class Broker:
         for row in sorted(supplies, key=lambda row: supplies[row].oldest_s):
             if supplies[row].oldest_s < older_than_s:
                 call(row, supplies[row].num_evictable)
-        # What is left is in use. A call for it is met as requests end.
+        # The rest is in use. A call for it is met as requests end.
         own = -math.inf if self._is_short(asker) else self._extra(asker)
         for row in sorted(supplies, key=lambda row: -extras[row]):
             difference = extras[row] - own

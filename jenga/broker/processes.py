@@ -22,7 +22,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended. One that nobody has waited for yet has ended."""
+        """Whether the process has not ended. A zombie has ended."""
         try:
             return process_of(self.pid) == self
         except ProcessLookupError:

@@ -60,7 +60,7 @@ PEAK_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one model got in one way to share memory.
+    """Result of one model in one way to share memory.
 
     Attributes:
         way: One of `WAYS`.

@@ -100,8 +100,8 @@ def shared(tmp_path):
     for engine in shared.engines:
         if engine.process.poll() is None:
             engine.kill()
-    shared.broker.kill()
-    shared.broker.communicate()
+    if shared.broker.poll() is None:
+        shared.kill_broker()
 
 
 def until(condition):

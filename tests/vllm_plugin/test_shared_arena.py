@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,17 +21,19 @@ pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).parent
 LARGE_PAGE_BYTES, NUM_PAGES = 192 << 10, 97
-PATIENCE_S = 240
+GUARANTEE_PAGES = 16
+PATIENCE_S = 120
 
 
 class Engine:
     """A process of `shared_engine_process.py`."""
 
-    def __init__(self, process):
+    def __init__(self, process, name):
         self.process = process
+        self.name = name
 
-    def ask(self, prompts, num_tokens):
-        self.process.stdin.write(json.dumps([prompts, num_tokens]) + "\n")
+    def order(self, action, prompts=(), num_tokens=6):
+        self.process.stdin.write(json.dumps([action, prompts, num_tokens]) + "\n")
         self.process.stdin.flush()
 
     def answer(self):
@@ -37,40 +41,45 @@ class Engine:
         assert line, "the engine has ended"
         return json.loads(line)
 
-    def generate(self, prompts, num_tokens=8):
-        self.ask(prompts, num_tokens)
+    def ask(self, action, prompts=(), num_tokens=6):
+        self.order(action, prompts, num_tokens)
         return self.answer()
+
+    def num_held(self, folder):
+        return holdings(folder).get(self.name, 0)
 
 
 @contextmanager
-def engine(model, log, **variables):
-    environment = engine_environment(
-        by_references=True, VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables
-    )
+def engine(model, folder):
     options = ENGINE_OPTIONS | {
         "model": str(model),
         "attention_backend": "JENGA_TRITON",
         "enable_prefix_caching": True,
-        "max_model_len": 320,
         "max_num_seqs": 16,
     }
+    command = [
+        sys.executable,
+        HERE / "shared_engine_process.py",
+        json.dumps(options),
+        folder.path,
+        str(GUARANTEE_PAGES * LARGE_PAGE_BYTES),
+    ]
+    log = (folder.path.parent / f"{model.name}.log").open("w")
     with (
-        log.open("w") as output,
+        log,
         subprocess.Popen(
-            [sys.executable, HERE / "shared_engine_process.py", json.dumps(options)],
-            env=environment,
+            command,
+            env=engine_environment(by_references=True),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=output,
+            stderr=log,
             text=True,
-            start_new_session=True,
         ) as process,
     ):
         try:
-            yield Engine(process)
+            yield Engine(process, f"{model.name}-{process.pid}")
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
 
 @contextmanager
@@ -82,20 +91,10 @@ def broker(folder, *options):
         yield process
 
 
-def shared(folder, guarantee_pages):
-    return {
-        "JENGA_SHARED_ARENA": str(folder.path),
-        "JENGA_SHARED_ARENA_GUARANTEE": str(guarantee_pages * LARGE_PAGE_BYTES),
-    }
-
-
 def holdings(folder):
-    """Model -> number of large pages, and process of its engine core."""
+    """Name of each engine -> number of its large pages."""
     with folder.open_books().closing() as books:
-        return {
-            each.name.rpartition("-")[0]: (len(books.pages_of(row + 1)), each.processes[0].pid)
-            for row, each in books.agreements()
-        }
+        return {each.name: len(books.pages_of(row + 1)) for row, each in books.agreements()}
 
 
 def until(condition):
@@ -108,55 +107,103 @@ def until(condition):
 @pytest.mark.slow
 def test_two_engines_of_other_models_share_an_arena_and_answer_as_alone(tiny_model, tmp_path):
     models = [tiny_model("gemma3"), tiny_model("granite_hybrid")]
-    many = [
-        prompts_of_lengths([60 + 17 * (i % 9) for i in range(24)], seed=seed, shared_tokens=40)
-        for seed in (1, 2)
+    waves = [
+        (
+            prompts_of_lengths([60 + 17 * (i % 9) for i in range(16)], seed=i, shared_tokens=40),
+            prompts_of_lengths([200] * 16, seed=i + 5),
+        )
+        for i in (1, 2)
     ]
-    more = [prompts_of_lengths([200] * 24, seed=seed) for seed in (3, 4)]
-    alone = []
-    for model, prompts, others in zip(models, many, more, strict=True):
-        with engine(model, tmp_path / f"alone-{model.name}.log") as one:
-            assert one.answer() == "ready"
-            alone.append((one.generate(prompts), one.generate(others)))
-
     folder = ArenaFolder(tmp_path / "arena")
     sizes = ["--large-page-bytes", LARGE_PAGE_BYTES, "--bytes", NUM_PAGES * LARGE_PAGE_BYTES]
     with ExitStack() as stack:
         first_broker = stack.enter_context(broker(folder, *sizes))
-        engines = [
-            stack.enter_context(engine(model, tmp_path / f"{model.name}.log", **shared(folder, 24)))
-            for model in models
+        engines = [stack.enter_context(engine(model, folder)) for model in models]
+        first, second = engines
+        alone = []
+        for wave in range(2):
+            for one, prompts in zip(engines, waves, strict=True):
+                one.order("alone", prompts[wave])
+            alone.append([one.answer() for one in engines])
+
+        # One after the other: what one leaves cached goes to the other, though it has no work.
+        assert [first.ask("generate", waves[0][wave]) for wave in range(2)] == [
+            alone[wave][0] for wave in range(2)
         ]
-        assert [one.answer() for one in engines] == ["ready", "ready"]
-        names = [model.name for model in models]
+        most_of_first = first.num_held(folder)
+        stop = threading.Event()
+        rests = []
 
-        # One after the other: what one leaves cached goes to the other, though it is idle.
-        assert engines[0].generate(many[0]) == alone[0][0]
-        assert engines[0].generate(more[0]) == alone[0][1]
-        most_of_first = holdings(folder)[names[0]][0]
-        assert engines[1].generate(many[1]) == alone[1][0]
-        assert engines[1].generate(more[1]) == alone[1][1]
-        held = holdings(folder)
-        assert most_of_first > 48
-        assert held[names[1]][0] > 48
-        assert held[names[0]][0] < most_of_first
+        def rest():
+            while not stop.is_set():
+                rests.append(first.ask("rest"))
+                time.sleep(0.01)
 
-        # Both at once, and without a broker for a while.
+        resting = threading.Thread(target=rest)
+        resting.start()
+        answers = [second.ask("generate", waves[1][wave]) for wave in (0, 1)]
+        reverse = [prompt[::-1] for prompt in waves[1][1]]
+        second.ask("generate", reverse)
+        stop.set()
+        resting.join()
+        assert answers == [alone[wave][1] for wave in (0, 1)]
+        assert first.num_held(folder) < most_of_first
+        assert second.num_held(folder) + most_of_first > NUM_PAGES - 1
+        assert min(rests) >= GUARANTEE_PAGES
+
+        # Both at once, first without a broker and then with the next one.
         first_broker.kill()
-        for one, prompts in zip(engines, many, strict=True):
-            one.ask(prompts, 8)
-        assert [one.answer() for one in engines] == [alone[0][0], alone[1][0]]
-        stack.enter_context(broker(folder))
-        for one, prompts in zip(engines, more, strict=True):
-            one.ask(prompts, 8)
-        assert [one.answer() for one in engines] == [alone[0][1], alone[1][1]]
+        first_broker.wait()
+        for wave in range(2):
+            for one, prompts in zip(engines, waves, strict=True):
+                one.order("generate", prompts[wave])
+            assert [one.answer() for one in engines] == alone[wave]
+            if wave == 0:
+                stack.enter_context(broker(folder))
 
         # One is killed while it serves. The other gets its memory, and answers as before.
-        engines[0].ask(more[0], 100)
+        first.order("generate", waves[0][1], 50)
         time.sleep(0.5)
-        os.kill(holdings(folder)[names[0]][1], signal.SIGKILL)
-        until(lambda: names[0] not in holdings(folder))
-        for prompts in (more[1], many[1]):
-            engines[1].generate([prompt[::-1] for prompt in prompts])
-        assert engines[1].generate(many[1]) == alone[1][0]
-        assert holdings(folder)[names[1]][0] > NUM_PAGES - 24
+        os.kill(first.process.pid, signal.SIGKILL)
+        until(lambda: first.name not in holdings(folder))
+        for prompts in (reverse, waves[1][0], waves[1][1]):
+            second.ask("generate", prompts)
+        assert second.ask("generate", waves[1][0]) == alone[0][1]
+        assert second.num_held(folder) > most_of_first
+
+
+def test_an_engine_without_work_is_woken_up_to_return_what_the_broker_calls_for(monkeypatch):
+    import queue
+
+    from jenga.vllm_plugin.scheduler import resting
+
+    rests, news = [], threading.Event()
+
+    class Manager:
+        kv_cache_config = SimpleNamespace(shared_arena="membership")
+
+        def rest(self):
+            rests.append(threading.current_thread())
+
+    class Core:
+        def __init__(self):
+            self.scheduler = SimpleNamespace(kv_cache_manager=Manager())
+            self.input_queue = queue.Queue()
+
+    monkeypatch.setattr(resting, "JengaKVCacheManager", Manager)
+    monkeypatch.setattr(resting, "wait_for_news", lambda _, seconds: news.wait(seconds))
+    core = Core()
+    resting.rest(core)
+    assert core.input_queue.empty()
+    news.set()
+    kind, content = core.input_queue.get(timeout=30)
+    assert (kind.name, content) == ("WAKEUP", None)
+    # It is woken up once, until it has read the news.
+    time.sleep(0.05)
+    assert core.input_queue.empty()
+    resting.rest(core)
+    assert core.input_queue.get(timeout=30)[0].name == "WAKEUP"
+    assert rests == [threading.main_thread()] * 2
+
+    resting.rest(SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=object())))
+    assert len(rests) == 2

@@ -6,8 +6,8 @@ from jenga.arena.borrowed_pages import Lender, News
 class LentInUnits:
     """A lender that moves large pages only in units of a given number.
 
-    Which large pages make a unit does not matter. A real system must empty addresses in a row, so
-    this one does better than it could.
+    Any large pages make a unit. A real system must empty addresses in a row, so this one does
+    better than it could.
     """
 
     def __init__(self, lender: Lender, unit_pages: int) -> None:

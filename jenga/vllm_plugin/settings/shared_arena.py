@@ -22,7 +22,7 @@ _SHARE = "jenga_shared_arena"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaShare:
-    """What an engine asks for of a shared arena.
+    """Share of a shared arena that an engine asks for.
 
     Attributes:
         folder: Folder of the arena.
@@ -114,7 +114,7 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
 
 
 def _not_served(vllm_config: "VllmConfig") -> str:
-    """Get what a shared arena does not serve, of a device and options. It may be empty."""
+    """Get the device and options that a shared arena does not serve. It may be empty."""
     from vllm.platforms import current_platform
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
