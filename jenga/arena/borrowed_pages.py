@@ -27,6 +27,9 @@ BATCHES = 64
 SURPLUS_STEPS = 32
 """Steps during which large pages must stay empty before they are returned without a call."""
 
+ASK_AGAIN_STEPS = 16
+"""Steps after which an ask that is not met is sent again, since the own content is older then."""
+
 _REMEMBERED_TIMES = 4096
 """Most times of ranks that are remembered. Beyond that every second one is forgotten."""
 
@@ -81,13 +84,15 @@ class Lender(Protocol):
         """Return up to `num_pages` free large pages at once. It may take some microseconds."""
         ...
 
-    def ask(self, num_pages: int, older_than_s: float | None) -> None:
+    def ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:
         """Ask for large pages, which `news` brings later. It replaces the ask before.
 
         Args:
             num_pages: Number of large pages. 0 withdraws the ask.
             older_than_s: Cached content of others that was used before may be evicted. None means
                 that only free large pages are wanted, if there are some now.
+            is_needed: Whether a request waits for them. Then an engine that has more returns what
+                its requests leave. Otherwise they would only hold cached content.
         """
         ...
 
@@ -178,7 +183,8 @@ class BorrowedPages:
         self._step = 0
         self._called, self._older_than_s = 0, -math.inf
         self._is_waiting = False  # whether an ask that may evict others' content is open
-        self._num_asked = 0  # large pages of that ask
+        self._num_needed = 0  # large pages of that ask, if a request waits for them
+        self._num_missed = 0  # own large pages evicted because none was free, fewer as time passes
         self._least_empty = 0  # fewest empty large pages since that was last looked at
         self._batch_pages = max(1, (lender.num_pages - 1) // BATCHES)
         self.num_asks = self.num_returned = 0
@@ -197,12 +203,17 @@ class BorrowedPages:
         elif self._step % SURPLUS_STEPS == 0:
             self._withdraw(self._least_empty - 2 * self._batch_pages, -math.inf, self._step)
             self._least_empty = large_pages.num_empty
-        elif large_pages.num_empty < self._batch_pages and self._lender.has_free:
-            self._ask(self._batch_pages, None)
-        elif not large_pages.num_empty and large_pages.reclaimable.num_queued:
-            self._ask(self._batch_pages, self._oldest_s())
-        elif self._is_waiting and large_pages.num_empty:
-            self._ask(0, None)
+        elif large_pages.num_empty >= max(self._batch_pages, self._num_missed):
+            if self._is_waiting:
+                self._ask(0, None)
+        elif self._lender.has_free:
+            self._ask(max(self._batch_pages, self._num_missed), None)
+        elif large_pages.reclaimable.num_queued and not (
+            self._is_waiting and self._step % ASK_AGAIN_STEPS
+        ):
+            self._ask(max(self._batch_pages, self._num_missed), self._oldest_s())
+        if self._step % ASK_AGAIN_STEPS == 0:
+            self._num_missed //= 2
         self._tell()
 
     def rest(self) -> None:
@@ -222,13 +233,20 @@ class BorrowedPages:
         self._tell()
 
     def borrow(self, num_pages: int) -> None:
-        """Take free large pages at once, because there are too few for a need."""
+        """Take free large pages at once, because there are too few for a need.
+
+        If there are none, own content must be evicted. The next ask is then for as many.
+        """
+        num_wanted, num_before = num_pages, self._large_pages.num_empty
         room = self._lender.limit_pages - self._large_pages.num_owned - self._num_leaving
         num_pages = min(max(num_pages, self._batch_pages), room)
         if num_pages > 0 and self._lender.has_free and not self._called:
             self.num_asks += 1
             self._large_pages.add(self._lender.take_free(num_pages))
             self._is_waiting = False
+            self._num_needed = 0
+        num_got = self._large_pages.num_empty - num_before
+        self._num_missed += max(0, num_wanted - num_got)
 
     def lack(self, num_pages: int) -> bool:
         """Record that large pages are missing for a request. Return whether some came at once.
@@ -240,25 +258,29 @@ class BorrowedPages:
         num_before = self._large_pages.num_available
         self.borrow(num_pages)
         num_missing = num_pages - (self._large_pages.num_available - num_before)
-        if num_missing > 0 and not (self._is_waiting and num_missing <= self._num_asked):
-            self._ask(num_missing, min(self._lender.now_s(), self._oldest_s()))
+        if num_missing > 0 and num_missing > self._num_needed:
+            oldest_s = min(self._lender.now_s(), self._oldest_s())
+            self._ask(num_missing, oldest_s, is_needed=True)
         return self._large_pages.num_available > num_before
 
-    def _ask(self, num_pages: int, older_than_s: float | None) -> None:
+    def _ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:
         room = self._lender.limit_pages - self._large_pages.num_owned - self._num_leaving
         num_pages = min(num_pages, room)
         if num_pages <= 0 and not self._is_waiting:
             return
         self.num_asks += 1
         self._is_waiting = num_pages > 0 and older_than_s is not None
-        self._num_asked = max(0, num_pages)
-        self._lender.ask(self._num_asked, older_than_s)
+        num_pages = max(0, num_pages)
+        self._num_needed = num_pages if is_needed else 0
+        self._lender.ask(num_pages, older_than_s, is_needed=is_needed)
 
     def _read_news(self) -> None:
         news = self._lender.news()
         if news.granted:
             self._large_pages.add(news.granted)
             self._is_waiting = False
+            self._num_needed = 0
+            self._num_missed = max(0, self._num_missed - len(news.granted))
         if news.called is not None:
             self._called, self._older_than_s = news.called, news.older_than_s
 

@@ -21,7 +21,7 @@ class RankClock:
 
     @property
     def next_rank(self) -> int:
-        """The lowest rank that was not given yet, on the level of pages that no checkpoint needs."""
+        """The lowest rank of pages that no checkpoint needs, as far as it was not given yet."""
         return self._next
 
     def loose(self, num_pages: int) -> range:

@@ -39,6 +39,7 @@ class _Ask:
 
     num_pages: int
     older_than_s: float | None  # None: take only what is free
+    is_needed: bool  # whether a request waits for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,9 @@ class Broker:
         row = next(row for row in range(NUM_ROWS) if self.books.agreement(row) is None)
         self.books.write_agreement(row, agreement)
         self._held[row] = 0
-        self._asks[row] = _Ask(num_pages=agreement.guarantee_pages, older_than_s=math.inf)
+        self._asks[row] = _Ask(
+            num_pages=agreement.guarantee_pages, older_than_s=math.inf, is_needed=True
+        )
         return row
 
     def rejoin(self, row: int, process: Process) -> None:
@@ -190,7 +193,14 @@ class Broker:
         """Return the number of large pages of an engine."""
         return self._held[row]
 
-    def ask(self, row: int, num_pages: int, older_than_s: float | None) -> None:
+    def ask(
+        self,
+        row: int,
+        num_pages: int,
+        older_than_s: float | None,
+        *,
+        is_needed: bool = False,
+    ) -> None:
         """Record how many large pages an engine waits for. It replaces its ask before.
 
         An engine below its guarantee waits at least for what it lacks, whatever it asks for.
@@ -201,6 +211,8 @@ class Broker:
             older_than_s: Monotonic time. Cached content of others that was used before it may be
                 evicted. None means that only free large pages are wanted, which the engine gets at
                 once or not at all.
+            is_needed: Whether a request waits for them. Then engines with more beyond their
+                guarantee return large pages that their requests leave.
 
         Raises:
             ValueError: A number is out of its range, or no engine has the row.
@@ -210,11 +222,13 @@ class Broker:
         if older_than_s is not None:
             check_number("older_than_s", older_than_s)
         if self._is_short(row):
-            older_than_s = math.inf
+            older_than_s, is_needed = math.inf, True
             num_pages = max(num_pages, agreement.guarantee_pages - self._held[row])
         num_pages = min(num_pages, agreement.limit_pages - self._held[row])
         if num_pages > 0:
-            self._asks[row] = _Ask(num_pages=num_pages, older_than_s=older_than_s)
+            self._asks[row] = _Ask(
+                num_pages=num_pages, older_than_s=older_than_s, is_needed=is_needed
+            )
         else:
             self._asks.pop(row, None)
 
@@ -302,7 +316,7 @@ class Broker:
         calls: dict[int, Call] = {}
         for row, ask in self._asks.items():
             if ask.older_than_s is not None:
-                self._spread(row, ask.num_pages, ask.older_than_s, calls)
+                self._spread(row, ask, ask.older_than_s, calls)
         changed = {
             row: calls.get(row, NO_CALL)
             for row, _ in self.books.agreements()
@@ -311,10 +325,9 @@ class Broker:
         self._calls = calls
         return changed
 
-    def _spread(
-        self, asker: int, missing: int, older_than_s: float, calls: dict[int, Call]
-    ) -> None:
+    def _spread(self, asker: int, ask: _Ask, older_than_s: float, calls: dict[int, Call]) -> None:
         """Add calls for what one engine misses."""
+        missing = ask.num_pages
         supplies = {
             row: self.books.supply(row) for row, _ in self.books.agreements() if row != asker
         }
@@ -337,6 +350,8 @@ class Broker:
         for row in sorted(supplies, key=lambda row: supplies[row].oldest_s):
             if supplies[row].oldest_s < older_than_s:
                 call(row, supplies[row].num_evictable)
+        if not ask.is_needed:
+            return
         # The rest is in use. A call for it is met as requests end.
         own = -math.inf if self._is_short(asker) else self._extra(asker)
         for row in sorted(supplies, key=lambda row: -extras[row]):

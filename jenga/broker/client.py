@@ -165,12 +165,19 @@ class SocketLender:
             self._read()
         return self.first_pages()
 
-    def ask(self, num_pages: int, older_than_s: float | None) -> None:
+    def ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:
         """See `Lender`."""
         if older_than_s is not None:
             older_than_s = max(0.0, older_than_s)
         self._num_unanswered += 1
-        self._send({"do": "ask", "num_pages": num_pages, "older_than_s": older_than_s})
+        self._send(
+            {
+                "do": "ask",
+                "num_pages": num_pages,
+                "older_than_s": older_than_s,
+                "is_needed": is_needed,
+            }
+        )
 
     def give_back(self, pages: list[int]) -> None:
         """See `Lender`."""

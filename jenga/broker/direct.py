@@ -119,11 +119,11 @@ class DirectLender:
         granted, self.granted = self.granted, []
         return granted
 
-    def ask(self, num_pages: int, older_than_s: float | None) -> None:
+    def ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:
         """See `Lender`."""
         if older_than_s is not None:
             older_than_s = max(0.0, older_than_s)
-        self._broker.ask(self.row, num_pages, older_than_s)
+        self._broker.ask(self.row, num_pages, older_than_s, is_needed=is_needed)
         self._direct.settle()
 
     def give_back(self, pages: list[int]) -> None:

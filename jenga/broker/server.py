@@ -199,7 +199,12 @@ class Server:
 
     def _ask(self, client: _Client, message: Message) -> None:
         """Lend what is free at once. The answer comes after it."""
-        self.broker.ask(self._row_of(client), message["num_pages"], message["older_than_s"])
+        self.broker.ask(
+            self._row_of(client),
+            message["num_pages"],
+            message["older_than_s"],
+            is_needed=message["is_needed"] is True,
+        )
         self._tell(self.broker.settle())
         self._send(client, {"answer": "ask"})
 

@@ -92,8 +92,8 @@ class FakeLender:
         taken, self.free = self.free[:num_pages], self.free[num_pages:]
         return taken
 
-    def ask(self, num_pages, older_than_s):
-        self.asks.append((num_pages, older_than_s))
+    def ask(self, num_pages, older_than_s, *, is_needed=False):
+        self.asks.append((num_pages, older_than_s, is_needed))
 
     def give_back(self, pages):
         self.returned += pages
@@ -210,7 +210,7 @@ def test_an_engine_without_room_asks_for_what_it_lacks_once():
     for _ in range(3):
         with pytest.raises(Exception, match="needs"):
             manager.allocate("large", num_tokens=8 * 10)
-    assert lender.asks == [(6, 0.0)]
+    assert lender.asks == [(6, 0.0, True)]
 
     lender.news_next = News(granted=[10, 11, 12, 13, 14, 15])
     manager.new_step()

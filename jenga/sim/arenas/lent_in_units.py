@@ -56,9 +56,10 @@ class LentInUnits:
             parked += self._lender.take_free(self._whole_units(num_pages - len(parked)))
         return parked
 
-    def ask(self, num_pages: int, older_than_s: float | None) -> None:
+    def ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:
         """See `Lender`."""
-        self._lender.ask(self._whole_units(num_pages), older_than_s)
+        num_pages = self._whole_units(num_pages)
+        self._lender.ask(num_pages, older_than_s, is_needed=is_needed)
 
     def give_back(self, pages: list[int]) -> None:
         """See `Lender`."""
