@@ -132,7 +132,7 @@ class Taking:
             self._hits.share(found, hit)
             if self._host is not None:
                 self._host.pin(hit)
-        taken: Sequence[list[int]] = self.nothing
+        taken: Sequence[list[int]] | None = self.nothing
         if any(needs):
             apart = needs if request.is_packed else growth.apart(request, needs, expected)
             taken = self._take_new(request_id, request, needs, apart, reserve_large_pages)

@@ -73,6 +73,9 @@ _STRIDE_ALIGNMENT_BYTES = 128
 _ARENA_LARGE_PAGES = 1.5
 """Number of large pages that an arena loses: the null page, and half a page at its end."""
 
+_NO_LIMIT_BYTES = 1 << 62
+"""Limit of a small page whose padding is not limited."""
+
 _MAX_TRIALS = 2048
 """Most large pages tried per way to cut. Plans of one model settle within far fewer."""
 
@@ -387,7 +390,7 @@ class _Search:
         self._fixed_cost = fixed_cost
         self._per_large_page_byte = per_large_page_byte
         self._limits = [
-            inf
+            _NO_LIMIT_BYTES
             if max_padding == inf
             else size.content_bytes + size.padding_limit_bytes(max_padding)
             for size in sizes
