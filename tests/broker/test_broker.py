@@ -10,7 +10,9 @@ import pytest
 
 from jenga.broker.books import NOBODY, Agreement, Books, Supply
 from jenga.broker.broker import Broker
+from jenga.broker.folder import ArenaFolder
 from jenga.broker.processes import Process, process_of, this_process
+from jenga.broker.server import Server
 from jenga.errors import InvariantError
 
 PAGE_BYTES = 4096
@@ -199,3 +201,13 @@ def test_a_file_that_is_not_one_of_books_is_refused(tmp_path: Path):
         Books(cut)
     with pytest.raises(FileExistsError):
         Books.create(tmp_path / "books", large_page_bytes=PAGE_BYTES, num_pages=11)
+
+
+def test_one_broker_serves_an_arena_at_a_time(tmp_path):
+    folder = ArenaFolder(tmp_path / "arena")
+    folder.create(large_page_bytes=4096, num_pages=5)
+    server = Server(folder)
+    with pytest.raises(ValueError, match="another broker serves"):
+        Server(folder)
+    server.close()
+    Server(folder).close()
