@@ -22,6 +22,9 @@ _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
 _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
+SHARED_ARENA_VARIABLE = "JENGA_SHARED_ARENA"
+GUARANTEE_VARIABLE = "JENGA_SHARED_ARENA_GUARANTEE"
+_LIMIT_VARIABLE = "JENGA_SHARED_ARENA_LIMIT"
 _KNOWN_VARIABLES = frozenset(
     {
         _GEOMETRY_VARIABLE,
@@ -33,6 +36,9 @@ _KNOWN_VARIABLES = frozenset(
         _SPECIALIZED_LATENTS_VARIABLE,
         _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
+        SHARED_ARENA_VARIABLE,
+        GUARANTEE_VARIABLE,
+        _LIMIT_VARIABLE,
     }
 )
 
@@ -56,6 +62,9 @@ class Settings:
         has_specialized_scans: The same for prompts in recurrent layers.
         history_tokens: Number of tokens in the histories beside recurrent states that are seldom
             written. 0 means that the environment asks for no histories.
+        shared_arena: Folder of an arena that several engines share. None means an arena of its own.
+        guarantee_bytes: Bytes of the shared arena that this engine always has.
+        limit_bytes: Most bytes of the shared arena that it may have. 0 means all of it.
     """
 
     geometry: str
@@ -66,6 +75,9 @@ class Settings:
     has_specialized_latents: bool | None
     has_specialized_scans: bool | None
     history_tokens: int
+    shared_arena: Path | None
+    guarantee_bytes: int
+    limit_bytes: int
 
 
 def selects_backend(environ: Mapping[str, str]) -> bool:
@@ -119,6 +131,9 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
+        shared_arena=_shared_arena(environ),
+        guarantee_bytes=_number(environ, GUARANTEE_VARIABLE, "bytes"),
+        limit_bytes=_number(environ, _LIMIT_VARIABLE, "bytes, 0 for no limit"),
     )
 
 
@@ -174,6 +189,21 @@ def _left_share(environ: Mapping[str, str]) -> float | None:
         )
         raise ValueError(msg)
     return share
+
+
+def _shared_arena(environ: Mapping[str, str]) -> Path | None:
+    folder = _value(environ, SHARED_ARENA_VARIABLE)
+    for name in (GUARANTEE_VARIABLE, _LIMIT_VARIABLE):
+        if not folder and _value(environ, name):
+            msg = f"{name}={environ[name]!r} has no effect without {SHARED_ARENA_VARIABLE}"
+            raise ValueError(msg)
+    if folder and not _number(environ, GUARANTEE_VARIABLE, "bytes"):
+        msg = (
+            f"{GUARANTEE_VARIABLE}={environ.get(GUARANTEE_VARIABLE, '')!r}: expected a positive "
+            f"number of bytes, which this engine always has of {SHARED_ARENA_VARIABLE}={folder!r}"
+        )
+        raise ValueError(msg)
+    return Path(folder) if folder else None
 
 
 def _number(environ: Mapping[str, str], name: str, expected: str) -> int:
