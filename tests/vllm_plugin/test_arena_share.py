@@ -76,7 +76,7 @@ def test_a_gpu_is_refused_by_name(folder, monkeypatch):
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     monkeypatch.setattr(type(current_platform), "device_name", "cuda")
-    with pytest.raises(ValueError, match="got cuda .*runs on the CPU only so far"):
+    with pytest.raises(ValueError, match=r"got cuda .*runs on the CPU only so far"):
         share_arena(config(), settings(folder, 4096))
 
 
