@@ -184,7 +184,6 @@ class BorrowedPages:
         self._called, self._older_than_s = 0, -math.inf
         self._is_waiting = False  # whether an ask that may evict others' content is open
         self._num_needed = 0  # large pages of that ask, if a request waits for them
-        self._num_missed = 0  # own large pages evicted because none was free, fewer as time passes
         self._least_empty = 0  # fewest empty large pages since that was last looked at
         self._batch_pages = max(1, (lender.num_pages - 1) // BATCHES)
         self.num_asks = self.num_returned = 0
@@ -203,17 +202,15 @@ class BorrowedPages:
         elif self._step % SURPLUS_STEPS == 0:
             self._withdraw(self._least_empty - 2 * self._batch_pages, -math.inf, self._step)
             self._least_empty = large_pages.num_empty
-        elif large_pages.num_empty >= max(self._batch_pages, self._num_missed):
+        elif large_pages.num_empty < self._batch_pages and self._lender.has_free:
+            self._ask(self._batch_pages, None)
+        elif large_pages.num_empty:
             if self._is_waiting:
                 self._ask(0, None)
-        elif self._lender.has_free:
-            self._ask(max(self._batch_pages, self._num_missed), None)
         elif large_pages.reclaimable.num_queued and not (
             self._is_waiting and self._step % ASK_AGAIN_STEPS
         ):
-            self._ask(max(self._batch_pages, self._num_missed), self._oldest_s())
-        if self._step % ASK_AGAIN_STEPS == 0:
-            self._num_missed //= 2
+            self._ask(self._batch_pages, self._oldest_s())
         self._tell()
 
     def rest(self) -> None:
@@ -233,11 +230,7 @@ class BorrowedPages:
         self._tell()
 
     def borrow(self, num_pages: int) -> None:
-        """Take free large pages at once, because there are too few for a need.
-
-        If there are none, own content must be evicted. The next ask is then for as many.
-        """
-        num_wanted, num_before = num_pages, self._large_pages.num_empty
+        """Take free large pages at once, because there are too few for a need."""
         room = self._lender.limit_pages - self._large_pages.num_owned - self._num_leaving
         num_pages = min(max(num_pages, self._batch_pages), room)
         if num_pages > 0 and self._lender.has_free and not self._called:
@@ -245,8 +238,6 @@ class BorrowedPages:
             self._large_pages.add(self._lender.take_free(num_pages))
             self._is_waiting = False
             self._num_needed = 0
-        num_got = self._large_pages.num_empty - num_before
-        self._num_missed += max(0, num_wanted - num_got)
 
     def lack(self, num_pages: int) -> bool:
         """Record that large pages are missing for a request. Return whether some came at once.
@@ -280,7 +271,6 @@ class BorrowedPages:
             self._large_pages.add(news.granted)
             self._is_waiting = False
             self._num_needed = 0
-            self._num_missed = max(0, self._num_missed - len(news.granted))
         if news.called is not None:
             self._called, self._older_than_s = news.called, news.older_than_s
 
