@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from jenga import broker_command
 from jenga.doctor import command as doctor_command
 from jenga.sim.commands import plan_command, plot_command, replay_command, report_command
 
@@ -170,6 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     replay.set_defaults(engine=_make_engine)
     _add_command(commands, "plot", plot_command, summary="draw a figure of replays")
     _add_command(commands, "report", report_command, summary="compare replays in one HTML file")
+    _add_command(
+        commands,
+        "broker",
+        broker_command,
+        summary="let several engines share one arena, large page by large page",
+    )
     return parser
 
 

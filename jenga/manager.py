@@ -10,6 +10,7 @@ from jenga.admission.gate import AdmissionGate
 from jenga.admission.reserve import STEP_TOKENS, CacheReserve, default_left_share
 from jenga.admission.wait_queue import WaitQueue
 from jenga.arena.allocator import Allocator
+from jenga.arena.borrowed_pages import BorrowedPages, Lender
 from jenga.checks import check_count, check_multiple
 from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
@@ -36,10 +37,11 @@ class Manager:
 
     Attributes:
         geometry: Sizes of large and small pages, and the page tables.
-        num_large_pages: Number of large pages of the arena, including the null page.
         capacity: Computes the largest requests that the arena can hold.
         occupancy: Answers questions about the memory that running requests hold.
         prefix_cache: Content that is cached for other requests.
+        borrowed: The large pages of an arena that several engines share. None if all large pages
+            are this engine's own.
     """
 
     def __init__(  # noqa: PLR0913  all options of an arena
@@ -58,6 +60,8 @@ class Manager:
         records_changes: bool = False,
         num_host_large_pages: int = 0,
         load_at_once_bytes: int = STEP_BYTES,
+        lender: Lender | None = None,
+        steps_in_flight: int = 1,
     ) -> None:
         """Create the manager of an empty arena.
 
@@ -91,6 +95,10 @@ class Manager:
             load_at_once_bytes: Most bytes that an admission may load from host memory while other
                 requests run and wait for it. Larger loads are copied during earlier steps, before
                 the admission.
+            lender: Lends large pages of an arena that several engines share. None means that all
+                large pages are this engine's own.
+            steps_in_flight: With a lender, the most steps that are scheduled and not processed
+                while the next one is scheduled, including that one.
 
         Raises:
             ValueError: One of these holds:
@@ -99,7 +107,8 @@ class Manager:
                 - The arena, or host memory, is smaller than the null page and one large page for
                   each page table.
                 - Neither of page size and `hash_tokens` divides the other.
-                - Host memory is given, but prefix caching is off.
+                - Host memory is given, but prefix caching is off or there is a lender.
+                - The lender's arena has another number of large pages, or guarantees too few.
         """
         check_geometry(geometry)
         specs = geometry.page_tables
@@ -108,6 +117,8 @@ class Manager:
         check_count("ahead_tokens", ahead_tokens)
         check_count("num_host_large_pages", num_host_large_pages)
         check_count("load_at_once_bytes", load_at_once_bytes)
+        check_count("steps_in_flight", steps_in_flight, least=1)
+        owned = None if lender is None else _first_pages(lender, num_large_pages, len(specs))
         if num_large_pages < 1 + len(specs):
             msg = (
                 f"num_large_pages must be at least {1 + len(specs)}, the null page and one for "
@@ -122,7 +133,11 @@ class Manager:
             unit_name="hash_tokens",
             unit=hash_tokens,
         )
-        allocator = Allocator([spec.small_pages_per_large_page for spec in specs], num_large_pages)
+        if lender is not None and num_host_large_pages:
+            msg = "num_host_large_pages must be 0 in an arena that engines share"
+            raise ValueError(msg)
+        counts = [spec.small_pages_per_large_page for spec in specs]
+        allocator = Allocator(counts, num_large_pages, owned)
         self._changes = ChangeLog() if records_changes else None
         tables = build_tables(
             geometry,
@@ -132,8 +147,8 @@ class Manager:
             changes=self._changes,
         )
         self.geometry = geometry
-        self.num_large_pages = num_large_pages
-        self.capacity = Capacity(geometry, [table.policy for table in tables], num_large_pages)
+        num_certain = allocator.large_pages.num_certain
+        self.capacity = Capacity(geometry, [table.policy for table in tables], num_certain + 1)
         self._allocator = allocator
         self._tables = tables
         self._requests: dict[str, Request] = {}
@@ -179,6 +194,16 @@ class Manager:
         )
         self._no_pages = self._allocation.no_pages
         self._num_owners = 0
+        self.borrowed: BorrowedPages | None = None
+        if lender is not None:
+            self.borrowed = self._allocation.borrowed = BorrowedPages(
+                allocator.large_pages,
+                lender,
+                tables[0].clock,
+                steps_in_flight=steps_in_flight,
+                on_evicted=self.prefix_cache.eviction_notices.deliver,
+                is_quiet=lambda: self.prefix_cache.copies.is_empty,
+            )
 
     def new_step(self) -> None:
         """Record that the engine begins a step.
@@ -189,6 +214,8 @@ class Manager:
         self.prefix_cache.begin_step()
         self._wait_queue.begin_step(self._step)
         self._gate.begin_step()
+        if self.borrowed is not None:
+            self.borrowed.begin_step()
 
     # The life of a request
 
@@ -750,6 +777,11 @@ class Manager:
         return self.capacity.can_ever_fit(num_tokens, chunk_tokens=chunk_tokens)
 
     @property
+    def num_large_pages(self) -> int:
+        """Number of large pages that can be held now, and the null page."""
+        return self.occupancy.num_large_pages
+
+    @property
     def usage(self) -> float:
         """Share of the arena's large pages in which a running request uses a small page."""
         return self.occupancy.usage
@@ -868,6 +900,29 @@ class Manager:
         self.prefix_cache.check()
         self._allocation.check(self._requests)
         self._wait_queue.check()
+        if self.borrowed is not None:
+            self.borrowed.check()
+
+
+def _first_pages(lender: Lender, num_large_pages: int, num_tables: int) -> list[int]:
+    """Return the large pages that a lender has lent from the start.
+
+    Raises:
+        ValueError: They are of another arena, or too few.
+    """
+    if lender.num_pages != num_large_pages:
+        msg = (
+            f"num_large_pages must be {lender.num_pages}, those of the lender's arena, got "
+            f"{num_large_pages}"
+        )
+        raise ValueError(msg)
+    if lender.guarantee_pages < num_tables:
+        msg = (
+            f"the lender must guarantee at least {num_tables} large pages, one for each page "
+            f"table, got {lender.guarantee_pages}"
+        )
+        raise ValueError(msg)
+    return lender.first_pages()
 
 
 def _next_image(facts: RequestFacts, num_tokens: int) -> int:

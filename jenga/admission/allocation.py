@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from operator import sub
 
 from jenga.arena.allocator import Allocator
+from jenga.arena.borrowed_pages import BorrowedPages
 from jenga.arena.large_pages import NULL_PAGE
 from jenga.arena.small_pages import Budget, Sharing
 from jenga.errors import InvariantError, OutOfPagesError
@@ -13,7 +14,13 @@ from jenga.tables.request import HitStart, Request
 
 
 class PageAllocation:
-    """Takes small pages for requests: all that a step needs, or none."""
+    """Takes small pages for requests: all that a step needs, or none.
+
+    Attributes:
+        borrowed: Asked for further large pages before a request is refused. None if all large pages
+            of the arena are there from the start.
+        no_pages: No pages, for each page table.
+    """
 
     __slots__ = (
         "_allocator",
@@ -26,6 +33,7 @@ class PageAllocation:
         "_no_needs",
         "_prefetch",
         "_promises",
+        "borrowed",
         "no_pages",
     )
 
@@ -53,6 +61,7 @@ class PageAllocation:
         self._in_flight_tokens = in_flight_tokens
         self._host = prefix_cache.host
         self._prefetch = prefix_cache.prefetch
+        self.borrowed: BorrowedPages | None = None
         # Request id -> the request, and the small pages of each page table that it will still take
         # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
@@ -113,18 +122,8 @@ class PageAllocation:
                 self._host.pin_hit(start.hit)
         taken: Sequence[list[int]] | None = self.no_pages
         if any(needs):
-            taken = self._allocator.take(
-                needs,
-                needs if request.is_packed else growth.apart(request, needs, expected),
-                owner=request.owner,
-                reserve_large_pages=reserve_large_pages,
-                held=request.pages.small_pages,
-                is_packed=request.is_packed,
-            )
-            if taken is None:
-                self._require_room(request_id, needs, None, reserve_large_pages)
-                msg = f"{needs} small pages can be had and cannot"
-                raise InvariantError(msg)
+            apart = needs if request.is_packed else growth.apart(request, needs, expected)
+            taken = self._take_new(request_id, request, needs, apart, reserve_large_pages)
             self._eviction_notices.deliver()
             growth.append(request, taken)
         if start is not None:
@@ -154,6 +153,34 @@ class PageAllocation:
             OutOfPagesError: There are not enough pages. Nothing was changed.
         """
         self._require_room(request_id, self._growth.needs(request, num_tokens), found, 0)
+
+    def _take_new(
+        self,
+        request_id: str,
+        request: Request,
+        needs: list[int],
+        apart: Sequence[int],
+        reserve_large_pages: int,
+    ) -> list[list[int]]:
+        """Take new pages, with large pages that can be borrowed at once.
+
+        Raises:
+            OutOfPagesError: There are not enough pages. Nothing was changed.
+        """
+        for _ in range(2):
+            taken = self._allocator.take(
+                needs,
+                apart,
+                owner=request.owner,
+                reserve_large_pages=reserve_large_pages,
+                held=request.pages.small_pages,
+                is_packed=request.is_packed,
+            )
+            if taken is not None:
+                return taken
+            self._require_room(request_id, needs, None, reserve_large_pages)
+        msg = f"{needs} small pages can be had and cannot"
+        raise InvariantError(msg)
 
     def _later_pages(
         self,
@@ -253,6 +280,12 @@ class PageAllocation:
     ) -> None:
         """Raise `OutOfPagesError` unless the needs can be met once the pages found are shared."""
         room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
+        if not room.suffices and self.borrowed is not None:
+            missing = room.needed_large_pages - room.available_large_pages
+            if self.borrowed.lack(missing):
+                room = self._allocator.room(
+                    needs, hits=found, reserve_large_pages=reserve_large_pages
+                )
         if not room.suffices:
             raise OutOfPagesError(
                 request_id,

@@ -60,12 +60,14 @@ class Allocator:
         self,
         small_pages_per_large_page: Sequence[int],
         num_large_pages: int,
+        owned: Sequence[int] | None = None,
     ) -> None:
         """Start with all pages empty.
 
         Args:
             small_pages_per_large_page: Number of small pages in a large page, for each page table.
             num_large_pages: Number of large pages of the arena, including the null page.
+            owned: Large pages that can be held at first. None means all of the arena.
 
         Raises:
             ValueError: A number of pages is not a positive integer.
@@ -73,7 +75,7 @@ class Allocator:
         check_count("num_large_pages", num_large_pages, least=1)
         for pages_per_large in small_pages_per_large_page:
             check_count("every count of small_pages_per_large_page", pages_per_large, least=1)
-        self.large_pages = LargePages(num_large_pages)
+        self.large_pages = LargePages(num_large_pages, owned)
         self.tables = tuple(
             WholePages(index, self.large_pages)
             if pages_per_large == 1

@@ -1,6 +1,6 @@
 """The upper level of the allocator: large pages that are empty, held or reclaimable."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
@@ -47,30 +47,40 @@ class LargePages:
             has such a rank.
         num_evicted: Number of small pages evicted so far, in all page tables.
         num_emptied: Number of large pages evicted so far.
+        num_certain: Number of large pages that can always be held, without the null page.
         num_empty: Number of large pages that no page table holds, without the null page.
-        num_pages: Number of large pages, including the null page.
+        num_owned: Number of large pages that can be held now, without the null page.
+        num_pages: Number of large pages of the arena, including the null page.
         numbers: Numbers of the null page and of all large pages ever opened, consecutive.
+        source: Asked for further large pages before content is evicted, with the number that is
+            missing. None if all large pages of the arena are there from the start.
         tables: The page tables, in the order of their indices.
     """
 
     __slots__ = (
+        "_foreign",
         "_free",
         "evictor",
         "holders",
+        "num_certain",
         "num_emptied",
         "num_empty",
         "num_evicted",
+        "num_owned",
         "num_pages",
         "numbers",
         "reclaimable",
+        "source",
         "tables",
     )
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, owned: Sequence[int] | None = None) -> None:
         """Start with all large pages empty.
 
         Args:
-            num_pages: Number of large pages, including the null page.
+            num_pages: Number of large pages of the arena, including the null page.
+            owned: Large pages that can be held at first. `add` and `remove` change them. None means
+                all of the arena.
         """
         self.num_pages = num_pages
         self.tables: list[Holder] = []
@@ -79,8 +89,16 @@ class LargePages:
         self.holders = [NOT_HELD] * num_pages
         self._free: list[int] = []
         self.numbers = [NULL_PAGE]
-        self.num_empty = num_pages - 1
+        self.num_empty = self.num_owned = self.num_certain = num_pages - 1
         self.num_evicted = self.num_emptied = 0
+        self.source: Callable[[int], None] | None = None
+        self._foreign: set[int] = set()  # large pages that others have
+        if owned is not None:
+            self.numbers += range(1, num_pages)
+            self._foreign.update(range(1, num_pages))
+            self.num_empty = self.num_owned = 0
+            self.add(owned)
+            self.num_certain = len(owned)
 
     @property
     def num_available(self) -> int:
@@ -137,9 +155,18 @@ class LargePages:
         As many must be available. Pages that no checkpoint needs are evicted first, then
         checkpoints.
         """
+        if self.source is not None and self.num_empty < num_pages:
+            self.source(num_pages - self.num_empty)
         while self.num_empty < num_pages:
-            if self.evicts_checkpoint(self.reclaimable.peek_rank()):
-                continue
+            self.evict_next(taker)
+
+    def evict_next(self, taker: int = NOT_HELD) -> None:
+        """Evict a checkpoint, or else the large page that comes first. There must be one.
+
+        Args:
+            taker: Page table that needs a large page, or `NOT_HELD`.
+        """
+        if not self.evicts_checkpoint(self.reclaimable.peek_rank()):
             self._evict_oldest(taker)
 
     def evicts_checkpoint(self, rank: int) -> bool:
@@ -167,6 +194,32 @@ class LargePages:
         else:
             table.num_evicted_foreign += len(pages)
 
+    # Large pages of an arena that others use too
+
+    def add(self, larges: Sequence[int]) -> None:
+        """Add large pages that others had. They are empty, and may hold any bytes.
+
+        Raises:
+            InvariantError: One of them is here already, or not of the arena. Nothing was changed.
+        """
+        if len(set(larges)) < len(larges) or not self._foreign.issuperset(larges):
+            msg = f"large pages {list(larges)} are added that others do not have"
+            raise InvariantError(msg)
+        self._foreign.difference_update(larges)
+        self._free.extend(self.numbers[large] for large in reversed(larges))
+        self.num_empty += len(larges)
+        self.num_owned += len(larges)
+
+    def remove(self, num_pages: int) -> list[int]:
+        """Remove empty large pages, for others. There must be enough."""
+        first = len(self._free) - num_pages
+        larges = self._free[first:]
+        del self._free[first:]
+        self._foreign.update(larges)
+        self.num_empty -= num_pages
+        self.num_owned -= num_pages
+        return larges
+
     def surrender_all(self) -> None:
         """Close all reclaimable large pages.
 
@@ -182,12 +235,15 @@ class LargePages:
         self.reclaimable.check()
         empty = [*self._free, *range(len(self.numbers), self.num_pages)]
         held = [page for page, holder in enumerate(self.holders) if holder != NOT_HELD]
-        if sorted([NULL_PAGE, *empty, *held]) != list(range(self.num_pages)):
+        if sorted([NULL_PAGE, *empty, *held, *self._foreign]) != list(range(self.num_pages)):
             msg = f"of {self.num_pages} large pages {empty} are empty and {held} are held"
             raise InvariantError(msg)
         if self.numbers != list(range(len(self.numbers))):
             msg = "the numbers of large pages opened are not in a row"
             raise InvariantError(msg)
-        if len(empty) != self.num_empty:
-            msg = f"{len(empty)} large pages are empty, {self.num_empty} counted"
+        if len(empty) != self.num_empty or len(empty) + len(held) != self.num_owned:
+            msg = (
+                f"{len(empty)} large pages are empty and {len(held)} held, {self.num_empty} empty "
+                f"of {self.num_owned} counted"
+            )
             raise InvariantError(msg)

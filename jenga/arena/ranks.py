@@ -19,6 +19,11 @@ class RankClock:
     def __init__(self) -> None:
         self._next = 0
 
+    @property
+    def next_rank(self) -> int:
+        """The lowest rank of pages that no checkpoint needs, as far as it was not given yet."""
+        return self._next
+
     def loose(self, num_pages: int) -> range:
         """Return ranks for pages that no checkpoint needs."""
         first = self._next

@@ -27,10 +27,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import count, islice
-from math import lcm
+from math import inf, lcm
 from operator import mul
 
-from jenga.checks import check_number, check_positive
+from jenga.checks import check_multiple, check_number, check_positive
+from jenga.errors import InvariantError
 from jenga.geometry import (
     ALIGNMENT_BYTES,
     TOKENS_PER_PAGE,
@@ -70,6 +71,9 @@ _STRIDE_ALIGNMENT_BYTES = 128
 _ARENA_LARGE_PAGES = 1.5
 """Number of large pages that an arena loses: the null page, and half a page at its end."""
 
+_NO_LIMIT_BYTES = 1 << 62
+"""Limit of a small page whose padding is not limited."""
+
 _MAX_TRIALS = 2048
 """Most large pages tried per way to cut. Plans of one model settle within far fewer."""
 
@@ -80,7 +84,7 @@ _MAX_FEWER_PAGES = 8
 """Most by which a page count is lowered below the one that fits, for a smaller common multiple."""
 
 
-def plan(
+def plan(  # noqa: PLR0913  all options of a plan
     model: ModelSpec,
     *,
     arena_bytes: int | None = None,
@@ -88,6 +92,7 @@ def plan(
     typical_tokens: Sequence[int] = TYPICAL_TOKENS,
     max_padding: float = MAX_PADDING,
     alignment_bytes: int = ALIGNMENT_BYTES,
+    large_page_bytes: int | None = None,
 ) -> Geometry:
     """Return the geometry that is expected to waste least. Equal arguments give equal plans.
 
@@ -101,9 +106,12 @@ def plan(
             small page gets more than `MAX_PAGE_PADDING` of its content. If no large page of a
             reasonable size keeps to the limit, the limit is doubled until one does.
         alignment_bytes: Alignment of every layer and small page, a power of two of at least 16.
+        large_page_bytes: Size of the large pages, if it is given, as in an arena that several
+            engines share. A multiple of 128. Small pages may then have any padding.
 
     Raises:
-        ValueError: An argument is out of its range, or the arena holds no geometry of the model.
+        ValueError: An argument is out of its range, the arena holds no geometry of the model, or a
+            small page does not fit in the large page that is given.
     """
     check_page_options(tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes)
     check_lengths(typical_tokens)
@@ -115,6 +123,15 @@ def plan(
         check_positive("planner", "arena_bytes", arena_bytes)
 
     best: _Candidate | None = None
+    if large_page_bytes is not None:
+        best = _given_candidate(
+            model,
+            large_page_bytes,
+            arena_bytes=arena_bytes or TYPICAL_ARENA_BYTES,
+            tokens_per_page=tokens_per_page,
+            typical_tokens=typical_tokens,
+            alignment_bytes=alignment_bytes,
+        )
     padding = max_padding
     while best is None:
         best = _best_candidate(
@@ -127,7 +144,7 @@ def plan(
         )
         padding *= 2
     geometry = Geometry(
-        name="planned",
+        name="planned" if large_page_bytes is None else "given",
         large_page_bytes=best.large_page_bytes,
         page_tables=tuple(
             content.page_table(
@@ -179,6 +196,57 @@ def _best_candidate(
             per_large_page_byte=_ARENA_LARGE_PAGES / arena_bytes,
         )
         best = search.better_than(best)
+    return best
+
+
+def _given_candidate(
+    model: ModelSpec,
+    large_page_bytes: int,
+    *,
+    arena_bytes: int,
+    tokens_per_page: int,
+    typical_tokens: Sequence[int],
+    alignment_bytes: int,
+) -> _Candidate:
+    """Return the cheapest candidate with large pages of a given size.
+
+    Raises:
+        ValueError: The size is no multiple of 128, or a small page does not fit.
+    """
+    check_multiple(
+        "large_page_bytes",
+        large_page_bytes,
+        unit_name="the alignment",
+        unit=max(alignment_bytes, _STRIDE_ALIGNMENT_BYTES),
+    )
+    num_types = sum(layer_type.has_pages for layer_type in model.layer_types)
+    ways = list(_cut_contents(model, tokens_per_page, alignment_bytes))
+    largest = [max(contents, key=lambda each: each.content_bytes) for contents in ways]
+    fitting = [
+        contents
+        for contents, large in zip(ways, largest, strict=True)
+        if large.content_bytes <= large_page_bytes
+    ]
+    best: _Candidate | None = None
+    for contents in fitting[:_MAX_WAYS]:
+        search = _Search(
+            contents,
+            _size_costs(contents, arena_bytes=arena_bytes, typical_tokens=typical_tokens),
+            stride_bytes=_stride_alignment(contents, alignment_bytes),
+            max_padding=inf,
+            fixed_cost=PAGE_TABLE_COST * (len(contents) - num_types),
+            per_large_page_byte=_ARENA_LARGE_PAGES / arena_bytes,
+        )
+        found = search.given(large_page_bytes)
+        if best is None or found.cost < best.cost:
+            best = found
+    if best is None:
+        least = min(largest, key=lambda each: each.content_bytes)
+        msg = (
+            f"large_page_bytes must be at least {least.content_bytes}, a small page of "
+            f"{least.layer_type.name!r}, got {large_page_bytes}"
+        )
+        raise ValueError(msg)
     return best
 
 
@@ -320,7 +388,10 @@ class _Search:
         self._fixed_cost = fixed_cost
         self._per_large_page_byte = per_large_page_byte
         self._limits = [
-            size.content_bytes + size.padding_limit_bytes(max_padding) for size in sizes
+            _NO_LIMIT_BYTES
+            if max_padding == inf
+            else size.content_bytes + size.padding_limit_bytes(max_padding)
+            for size in sizes
         ]
         self._mean_per_padding_byte = [size.mean_per_padding_byte for size in sizes]
 
@@ -350,6 +421,30 @@ class _Search:
                         },
                     )
         return best
+
+    def given(self, large_page_bytes: int) -> _Candidate:
+        """Return the candidate with large pages of a given size, in which every content fits."""
+        counts = [
+            next(
+                num_pages
+                for num_pages in range(large_page_bytes // size.content_bytes, 0, -1)
+                if large_page_bytes % (num_pages * self._stride_bytes) == 0
+            )
+            for size in self._sizes
+        ]
+        cost = self._cost(large_page_bytes, counts)
+        if cost is None:
+            msg = f"a small page of {large_page_bytes // min(counts)} bytes has no content"
+            raise InvariantError(msg)
+        return _Candidate(
+            cost=cost,
+            large_page_bytes=large_page_bytes,
+            contents=self._contents,
+            pages_of_content={
+                size.content_bytes: num_pages
+                for size, num_pages in zip(self._sizes, counts, strict=True)
+            },
+        )
 
     def _least_cost(self, large_page_bytes: int) -> float:
         """Return a lower bound of the cost, which never falls as the large page grows."""

@@ -17,6 +17,11 @@ class CopyOrders:
         """Start without copies."""
         self._copies: list[PageCopy] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no copy is waiting to be made."""
+        return not self._copies
+
     def order_copy(self, copy: PageCopy) -> None:
         """Add one copy, to be made after all that were ordered before."""
         self._copies.append(copy)

@@ -13,7 +13,7 @@ from jenga.tables.stats import LargePageCounts, MemoryReport, check_memory, tabl
 class Occupancy:
     """Reads the records of running requests, page tables and large pages."""
 
-    __slots__ = ("_allocator", "_large_page_bytes", "_num_large_pages", "_requests", "_tables")
+    __slots__ = ("_allocator", "_large_page_bytes", "_requests", "_tables")
 
     def __init__(
         self,
@@ -31,15 +31,19 @@ class Occupancy:
             requests: Running requests, by name. Only the manager changes them.
         """
         self._large_page_bytes = geometry.large_page_bytes
-        self._num_large_pages = allocator.large_pages.num_pages
         self._allocator = allocator
         self._tables = tables
         self._requests = requests
 
     @property
+    def num_large_pages(self) -> int:
+        """Number of large pages that can be held now, and the null page."""
+        return self._allocator.large_pages.num_owned + 1
+
+    @property
     def usage(self) -> float:
         """Share of the arena's large pages in which a running request uses a small page."""
-        usable = self._num_large_pages - 1
+        usable = self.num_large_pages - 1
         return (usable - self._allocator.large_pages.num_available) / usable
 
     @property
@@ -69,7 +73,7 @@ class Occupancy:
         """Return the number of large pages in each state, without the null page."""
         large_pages = self._allocator.large_pages
         num_free, num_cached = large_pages.num_empty, large_pages.reclaimable.num_queued
-        num_held = self._num_large_pages - 1 - num_free - num_cached
+        num_held = self.num_large_pages - 1 - num_free - num_cached
         return LargePageCounts(free=num_free, held=num_held, cached=num_cached)
 
     def check(self) -> None:
@@ -79,4 +83,4 @@ class Occupancy:
             check_request(request, self._tables)
         for table in self._tables:
             check_table(table, self._requests.values())
-        check_memory(self.memory(), self._num_large_pages * self._large_page_bytes)
+        check_memory(self.memory(), self.num_large_pages * self._large_page_bytes)

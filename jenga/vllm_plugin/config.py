@@ -22,6 +22,7 @@ from jenga.vllm_plugin.settings.environment import (
 from jenga.vllm_plugin.settings.options import options_without_effect
 from jenga.vllm_plugin.settings.refusals import Refusal, check_refusals
 from jenga.vllm_plugin.settings.refused_models import HYMBA, SPARSE_MODEL_TYPES
+from jenga.vllm_plugin.settings.shared_arena import share_arena
 from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.settings.switch import backend_member
 from jenga.vllm_plugin.specs.image_features import IMAGE_MODELS
@@ -238,6 +239,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     _take_offloading(vllm_config)
     take_replay(vllm_config, settings.history_tokens)
     prepare_speculation(vllm_config)
+    share_arena(vllm_config, settings)
     return True
 
 

@@ -271,3 +271,42 @@ def test_plan_of_any_model_tiles_and_stores_every_layer_once(model, alignment_by
     for table in geometry.page_tables:
         assert table.small_page_bytes % alignment_bytes == 0
         assert all(offset % alignment_bytes == 0 for offset in table.layer_offset_bytes)
+
+
+@pytest.mark.parametrize("large_page_bytes", [9 << 20, 16 << 20, 17_182_720, 128 * 149_993])
+def test_a_given_large_page_is_cut_whole_with_as_little_padding_as_its_divisors_allow(
+    large_page_bytes,
+):
+    for model in (BAMBA, GEMMA_3_27B):
+        made = plan(model, large_page_bytes=large_page_bytes)
+
+        check_geometry(made)
+        assert made.large_page_bytes == large_page_bytes
+        for table in made.page_tables:
+            counts = range(table.small_pages_per_large_page + 1, large_page_bytes)
+            better = (
+                count
+                for count in counts[: large_page_bytes // table.payload_bytes]
+                if large_page_bytes % (count * 128) == 0
+                and large_page_bytes // count >= table.payload_bytes
+            )
+            assert next(better, None) is None
+
+
+def test_the_large_page_of_the_plan_is_planned_as_the_plan_if_it_is_given():
+    for model in (GRANITE, GEMMA_3_27B, DRAFT_AND_TARGET):
+        free = plan(model)
+        made = plan(model, large_page_bytes=free.large_page_bytes)
+        assert expected_waste(made).total <= expected_waste(free).total + 0.01
+
+
+@pytest.mark.parametrize(
+    ("large_page_bytes", "complaint"),
+    [(1 << 20, "must be at least 2147840, a small page of 'mamba'"), (4_000_001, "multiple of")],
+    ids=["small", "odd"],
+)
+def test_a_given_large_page_in_which_a_small_page_does_not_fit_is_refused(
+    large_page_bytes, complaint
+):
+    with pytest.raises(ValueError, match=complaint):
+        plan(BAMBA, large_page_bytes=large_page_bytes)

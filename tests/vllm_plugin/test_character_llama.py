@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
+from tests.vllm_plugin.conftest import assert_same_generation
 from tests.vllm_plugin.dense_character import dense_answers
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
@@ -144,24 +144,3 @@ def test_stock_vllm_serves_our_class_too(model, run_engine):
     stock = run_engine(model, PROMPTS, max_tokens=12)
 
     assert_same_generation(stock, dense_answers(model, stock))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
-def test_kernels_generate_what_a_dense_model_generates(runner, model, run_engine):
-    prompts = PROMPTS[1:3]
-
-    ours = run_engine(
-        model,
-        prompts * 2,
-        rounds=2,
-        max_tokens=6,
-        options=JENGA | CUTS,
-        environment={V2_RUNNER: runner, "VLLM_LOGGING_LEVEL": "INFO"},
-        fill_arena=True,
-        report_manager=True,
-    )
-
-    assert_same_generation(ours, dense_answers(model, ours))
-    assert ("Using V2 Model Runner" in ours["log"]) == (runner == "1")
-    assert hits_of(ours) == [0, 0, 32, 64]

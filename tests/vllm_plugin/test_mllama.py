@@ -132,26 +132,6 @@ def test_kernels_read_images_as_the_references_do(compare):
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_generate_what_one_does(tiny_vision_model, run_engine):
-    prompts, seeds = [list(each) for each in zip(*MIXED, strict=True)]
-    # A worker's one head is rotated right, two are not: on a CPU, by vLLM's operation.
-    options = OPTIONS | CACHING | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-    job = {"image_seeds": seeds * 2, "rounds": 2, "reads_images": True, "by_references": True}
-    model = tiny_vision_model("mllama")
-
-    one = run_engine(model, prompts * 2, options=options, **job)
-    two = run_engine(
-        model,
-        prompts * 2,
-        options=options | {"tensor_parallel_size": 2},
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        **job,
-    )
-
-    assert_same_generation(two, one)
-
-
-@pytest.mark.slow
 def test_requests_are_preempted_and_images_evicted_in_a_small_arena(compare):
     sizes = (SMALL, LARGE, WIDE, LARGE)
     images = [[seed, *size] for seed, size in enumerate(sizes)]

@@ -66,6 +66,14 @@ CONFIGURED = {
         "states": [],
         "met": "1, where 17 are needed",
     },
+    "SHARED_ARENA": {
+        "options": {"num_gpu_blocks_override": 64},
+        "environment": {
+            "JENGA_SHARED_ARENA": "/dev/shm/none",
+            "JENGA_SHARED_ARENA_GUARANTEE": "1048576",
+        },
+        "met": "--num-gpu-blocks-override",
+    },
     "ONE_CACHE_GROUP": {"options": {"disable_hybrid_kv_cache_manager": True}},
     "ONE_CACHE_GROUP-later": {
         "options": {},

@@ -75,6 +75,21 @@ def test_the_memory_log_has_a_limit_where_one_is_set():
     assert read_settings({}).memory_log_bytes == 0
 
 
+def test_a_shared_arena_has_a_guarantee_and_neither_is_set_alone():
+    shared = {"JENGA_SHARED_ARENA": " /dev/shm/x ", "JENGA_SHARED_ARENA_GUARANTEE": "4096"}
+    settings = read_settings(shared)
+    assert str(settings.shared_arena) == "/dev/shm/x"
+    assert (settings.guarantee_bytes, settings.limit_bytes) == (4096, 0)
+    limited = read_settings(shared | {"JENGA_SHARED_ARENA_LIMIT": "8192"})
+    assert limited.limit_bytes == 8192
+    for guarantee in ("", "0"):
+        with pytest.raises(ValueError, match="expected a positive number of bytes"):
+            read_settings(shared | {"JENGA_SHARED_ARENA_GUARANTEE": guarantee})
+    for name in ("JENGA_SHARED_ARENA_GUARANTEE", "JENGA_SHARED_ARENA_LIMIT"):
+        with pytest.raises(ValueError, match=f"{name}='1' has no effect without"):
+            read_settings({name: "1"})
+
+
 def test_the_share_left_to_others_is_a_number_or_the_default():
     assert read_settings({"JENGA_LEFT_SHARE": "0"}).left_share == 0
     assert read_settings({"JENGA_LEFT_SHARE": " 0.25 "}).left_share == 0.25

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from jenga.admission.reserve import STEP_TOKENS
+from jenga.arena.borrowed_pages import Lender
 from jenga.errors import OutOfPagesError
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry
@@ -113,6 +114,7 @@ class ManagedArena(ManagedMemory):
         step_tokens: float = STEP_TOKENS,
         in_flight_tokens: int = 0,
         host_bytes: int = 0,
+        lender: Lender | None = None,
     ) -> None:
         """Make an empty arena with `host_bytes` of host memory; see `Manager` for the others."""
         num_host_large_pages = host_bytes // geometry.large_page_bytes
@@ -136,6 +138,7 @@ class ManagedArena(ManagedMemory):
             step_tokens=step_tokens,
             in_flight_tokens=in_flight_tokens,
             num_host_large_pages=num_host_large_pages,
+            lender=lender,
         )
         super().__init__(manager)
         self._states: StateKeeper | None = None

@@ -115,6 +115,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--arena", type=_arena, metavar="BYTES", help="size of the arena, instead of --gpu"
     )
     parser.add_argument(
+        "--large-page-bytes",
+        type=_arena,
+        metavar="BYTES",
+        help="size of a large page, as in an arena that several engines share (`jenga broker`); by "
+        "default the planner chooses it",
+    )
+    parser.add_argument(
         "--utilization",
         type=float,
         default=UTILIZATION,
@@ -211,6 +218,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             lengths=options.length or _lengths(models[0]),
             stock=None if options.without_vllm or options.pp > 1 else _stock_system(),
             pipeline_parallel=options.pp,
+            large_page_bytes=options.large_page_bytes,
         )
         notes = [
             comparison(facts, facts.spec(read).layer_types, asked) for facts, asked in questions

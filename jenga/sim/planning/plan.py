@@ -11,6 +11,7 @@ from jenga.geometry import Geometry, check_arena
 from jenga.models import KvFormat, ModelFacts, ReadOptions
 from jenga.planning.demand import UNSHARED_TAIL, held_pages
 from jenga.planning.pipeline import Pipeline, plan_pipeline
+from jenga.planning.planner import plan
 from jenga.policies import Image, RequestFacts
 from jenga.sim.arenas.baseline_geometries import geometry_by_name, needed_bytes
 from jenga.sim.hardware.budget import Budget
@@ -28,12 +29,16 @@ LONGEST_TOKENS = 1 << 24
 """Number of tokens from which on a request counts as having no limit."""
 
 GEOMETRIES = {
+    "given": "Jenga, given",
     "planned": "Jenga, planned",
     "lcm": "exact LCM",
     "max": "MAX page",
     "homogeneous": "PagedAttention",
 }
-"""Rules of `jenga.sim.arenas.baseline_geometries` that are compared, with their names in texts."""
+"""Rules of `jenga.sim.arenas.baseline_geometries` that are compared, with their names in texts.
+
+"given" is the plan for a large page of a given size, and is compared only if one is given.
+"""
 
 PIPELINE_GEOMETRIES = ("planned", "lcm")
 """Rules that are compared if a model is spread over the ranks of a pipeline."""
@@ -63,7 +68,7 @@ class System:
     """One way to manage the arena.
 
     Attributes:
-        name: "planned", "lcm", "max", "homogeneous" or "vllm".
+        name: "given", "planned", "lcm", "max", "homogeneous" or "vllm".
         label: Its name in texts.
         unit_bytes: Bytes of the unit into which it cuts the arena.
         num_units: Number of units in the arena.
@@ -101,7 +106,7 @@ class Plan:
         pipeline_parallel: Number of ranks of the pipeline.
         needed: For each length (num_tokens, bytes, requests): bytes that the next token of a
             request needs, and the number of such requests that would fill the arena.
-        systems: Ways to manage the arena, the planned one first.
+        systems: Ways to manage the arena, first that of `geometry`.
         notes: Sentences on the source of the layers.
     """
 
@@ -139,7 +144,7 @@ def served_model(models: Sequence[ModelFacts], options: ReadOptions) -> ModelSpe
     return combine("+".join(spec.name for spec in specs), specs)
 
 
-def plan_model(
+def plan_model(  # noqa: PLR0913  all options of a plan
     models: Sequence[ModelFacts],
     *,
     arena: Budget | int,
@@ -147,6 +152,7 @@ def plan_model(
     lengths: Sequence[int] = LENGTHS,
     stock: StockSystem | None = None,
     pipeline_parallel: int = 1,
+    large_page_bytes: int | None = None,
 ) -> Plan:
     """Plan for a model, and compare the plan with other ways to manage the arena.
 
@@ -157,6 +163,8 @@ def plan_model(
         lengths: Tokens of the requests for which capacities are given.
         stock: Function that asks vLLM's planner. None leaves it out, as does a pipeline.
         pipeline_parallel: Number of pipeline ranks over which the model's layers are spread.
+        large_page_bytes: Bytes of a large page, as in an arena that several engines share. None
+            lets the planner choose.
 
     Raises:
         ValueError: An argument is out of range, the weights do not fit, or a model or a geometry is
@@ -177,17 +185,22 @@ def plan_model(
         if len(models) > 1:
             msg = "a draft must be planned without a pipeline: vLLM runs none beside one"
             raise ValueError(msg)
+        if large_page_bytes is not None:
+            msg = "a large page must be given without a pipeline, whose ranks have several sizes"
+            raise ValueError(msg)
         names = PIPELINE_GEOMETRIES
         stages = stages_of(models[0], model, pipeline_parallel)
         stock = None
     else:
-        names, stages = tuple(GEOMETRIES), None
-    systems = [_system(name, model, arena_bytes, lengths, stages) for name in names]
+        names, stages = tuple(GEOMETRIES)[large_page_bytes is None :], None
+    systems = [
+        _system(name, model, arena_bytes, lengths, stages, large_page_bytes) for name in names
+    ]
     if stock is not None:
         systems.append(stock(model, arena_bytes, lengths))
     geometry, pipeline = None, None
     if not systems[0].refusal:
-        geometry, _, pipeline = _cut("planned", model, arena_bytes, stages)
+        geometry, _, pipeline = _cut(names[0], model, arena_bytes, stages, large_page_bytes)
     return Plan(
         model=model,
         facts=tuple(models),
@@ -213,7 +226,11 @@ def decode_bytes(model: ModelSpec, num_tokens: int) -> int:
 
 
 def _cut(
-    name: str, model: ModelSpec, arena_bytes: int, stages: Sequence[Collection[str]] | None
+    name: str,
+    model: ModelSpec,
+    arena_bytes: int,
+    stages: Sequence[Collection[str]] | None,
+    large_page_bytes: int | None,
 ) -> tuple[Geometry, int, Pipeline | None]:
     """Cut the arena. Return the geometry, its number of large pages, and the pipeline.
 
@@ -222,6 +239,8 @@ def _cut(
     """
 
     def rule(model: ModelSpec) -> Geometry:
+        if name == "given":
+            return plan(model, arena_bytes=arena_bytes, large_page_bytes=large_page_bytes)
         geometry = geometry_by_name(name, model)
         if name == "planned":
             geometry = geometry_by_name(name, model, arena_bytes=arena_bytes)
@@ -246,10 +265,11 @@ def _system(
     arena_bytes: int,
     lengths: Sequence[int],
     stages: Sequence[Collection[str]] | None,
+    large_page_bytes: int | None,
 ) -> System:
     label = GEOMETRIES[name]
     try:
-        geometry, num_large_pages, _ = _cut(name, model, arena_bytes, stages)
+        geometry, num_large_pages, _ = _cut(name, model, arena_bytes, stages, large_page_bytes)
         fits = tuple(
             fit_of(
                 geometry,

@@ -210,6 +210,18 @@ class Replay:
         self._clock = clock
         self._on_end = on_end
 
+    @property
+    def next_s(self) -> float | None:
+        """Modelled time at which the iteration goes on, in seconds. None if it is over."""
+        if self._in_flight or self.scheduler.has_requests:
+            return max(self.time_s, self._ends_s)
+        return self._arrivals.next_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, waits or is in flight."""
+        return not self._in_flight and not self.scheduler.has_requests
+
     def memory(self) -> ArenaBytes:
         """Return the arena's bytes by use."""
         return self.arena.memory(self.scheduler.running)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -34,6 +35,7 @@ from jenga.vllm_plugin.arena.step_cost import step_tokens
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE, host_bytes
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
+from jenga.vllm_plugin.settings.shared_arena import Membership, arena_share
 from jenga.vllm_plugin.settings.speculation import draft_layers
 from jenga.vllm_plugin.specs.image_rows import ENCODER_CACHE_PATH, IMAGE_LAYER
 from jenga.vllm_plugin.specs.layer_types import (
@@ -99,6 +101,8 @@ class JengaKVCacheConfig(KVCacheConfig):
             histories beside states. 0 means that there are none.
         step_tokens: Fixed cost of a step, in tokens of a prompt.
         page_tokens: Number of tokens in a page by the options, also if no layer stores tokens.
+        shared_arena: Membership in an arena that several engines share. None means that the arena
+            is this engine's own.
     """
 
     geometry: Geometry | None = None
@@ -109,6 +113,7 @@ class JengaKVCacheConfig(KVCacheConfig):
     history_query_tokens: int = 0
     step_tokens: float = STEP_TOKENS
     page_tokens: int = TOKENS_PER_PAGE
+    shared_arena: Membership | None = None
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -268,6 +273,10 @@ def get_kv_cache_groups(
         vllm_config.ec_manager_config.encoder_cache_manager_cls = ENCODER_CACHE_PATH
     tokens_per_page = _page_tokens(vllm_config)
     make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
+    share = arena_share(vllm_config)
+    if share is not None:
+        # All engines of a shared arena have large pages of one size.
+        make = partial(plan, large_page_bytes=share.large_page_bytes)
     pipeline = plan_pipeline(
         model,
         layers_of_ranks(kv_cache_spec),

@@ -15,8 +15,9 @@ from jenga.vllm_plugin.arena.layout import (
     project_groups,
     stage_of,
 )
-from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME, GUARANTEE_VARIABLE
 from jenga.vllm_plugin.settings.refusals import Refusal
+from jenga.vllm_plugin.settings.shared_arena import arena_share
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -105,6 +106,9 @@ def check_longest_request(
     ]
     override = vllm_config.cache_config.num_gpu_blocks_override
     num_large_pages = min(rooms) if override is None else override
+    share = arena_share(vllm_config)
+    if share is not None:
+        num_large_pages = 1 + share.guarantee_pages
     is_fitted = model_config.original_max_model_len == -1
     asked_tokens = 1 if is_fitted else model_config.max_model_len
     needed = needed_large_pages(vllm_config, groups, asked_tokens)
@@ -117,6 +121,13 @@ def check_longest_request(
     else:
         least_bytes = needed_large_pages(vllm_config, groups, 1) * most_bytes
         fits = f"no --max-model-len fits, as one token takes {least_bytes} bytes"
+    if share is not None:
+        msg = (
+            f"{BACKEND_NAME}: one request of {asked_tokens} tokens (--max-model-len) takes "
+            f"{needed - 1} large pages, and {GUARANTEE_VARIABLE} guarantees "
+            f"{share.guarantee_pages} large pages of {share.large_page_bytes} bytes: {fits}"
+        )
+        raise ValueError(msg)
     if override is not None:
         msg = f"{override}, where {needed} are needed: {fits}"
         raise Refusal.BLOCKS_OVERRIDE.error(msg)

@@ -316,6 +316,17 @@ def _resolve_kv_cache_block_sizes(original: Function) -> Function:
     return resolve
 
 
+def _notify_idle_state_callbacks(original: Function) -> Function:
+    @functools.wraps(original)
+    def notify(self: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.scheduler.resting import rest
+
+        original(self)
+        rest(self)
+
+    return notify
+
+
 def _init_device(original: Function) -> Function:
     @functools.wraps(original)
     def init_device(self: Any) -> None:  # noqa: ANN401
@@ -460,6 +471,13 @@ WHEN_SELECTED = (
             "shift_computed_tokens",
         ),
         make=_try_schedule_encoder_inputs,
+    ),
+    Replacement(
+        module="vllm.v1.engine.core",
+        name="EngineCoreProc._notify_idle_state_callbacks",
+        reason="an engine without work takes no step in which it returns memory of a shared arena",
+        parameters=("self",),
+        make=_notify_idle_state_callbacks,
     ),
     Replacement(
         module="vllm.v1.engine.core",

@@ -105,6 +105,7 @@ def _get_kv_cache_configs(original: Function) -> Function:
         available_memory: Any,  # noqa: ANN401
         *groups: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.joined import join_shared_arena
         from jenga.vllm_plugin.arena.layout import report_ranks
         from jenga.vllm_plugin.arena.ranks import planned_for, without_image_rows
         from jenga.vllm_plugin.arena.starts import check_longest_request, report_states
@@ -119,6 +120,7 @@ def _get_kv_cache_configs(original: Function) -> Function:
             configs = original(vllm_config, layers, available_memory, *groups)
         report_ranks(vllm_config, configs, available_memory)
         report_states(vllm_config, configs[0])
+        join_shared_arena(vllm_config, configs)
         return configs
 
     return get_kv_cache_configs

@@ -83,6 +83,20 @@ def _initialize_from_config(original: Function) -> Function:
     return initialize_from_config
 
 
+def _allocate_kv_cache(original: Function) -> Function:
+    @functools.wraps(original)
+    def allocate_kv_cache(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.joined import is_shared, views_of_shared_arena
+
+        # Memory of this buffer is never touched if it is not the arena.
+        views = original(kv_cache_config, *args, **kwargs)
+        if not is_shared(kv_cache_config):
+            return views
+        return views_of_shared_arena(kv_cache_config.shared_arena, views)
+
+    return allocate_kv_cache
+
+
 def _init_minimal_kv_cache_for_profiling(original: Function) -> Function:
     @functools.wraps(original)
     def init_minimal_kv_cache_for_profiling(runner: Any) -> None:  # noqa: ANN401
@@ -257,6 +271,16 @@ WORKERS = (
         ),
         parameters=("self", "kv_cache_config"),
         make=_initialize_from_config,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name="allocate_kv_cache",
+            reason="allocates a buffer of its own; engines that share an arena map one file",
+            parameters=("kv_cache_config", "device", "layout", "kernel_block_sizes"),
+            make=_allocate_kv_cache,
+        )
+        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
     ),
     *(
         Replacement(

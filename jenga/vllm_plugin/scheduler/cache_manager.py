@@ -20,6 +20,7 @@ from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.state_keeper import StateKeeper
 from jenga.tables.request import PrefixHit
+from jenga.vllm_plugin.arena.joined import lender_of
 from jenga.vllm_plugin.arena.layout import (
     JengaKVCacheConfig,
     first_layers,
@@ -155,6 +156,7 @@ class JengaKVCacheManager:
         self.log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         hash_tokens = hash_block_size if enable_caching else TOKENS_PER_PAGE
+        membership = kv_cache_config.shared_arena
         self.manager = Manager(
             geometry_of(kv_cache_config),
             num_large_pages=kv_cache_config.num_blocks,
@@ -168,6 +170,8 @@ class JengaKVCacheManager:
             ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
             records_changes=enable_kv_cache_events,
             num_host_large_pages=kv_cache_config.num_host_large_pages,
+            lender=None if membership is None else lender_of(membership),
+            steps_in_flight=1 if membership is None else membership.steps_in_flight,
         )
         self._events: CacheEvents | None = None
         if enable_kv_cache_events and enable_caching:
@@ -260,6 +264,11 @@ class JengaKVCacheManager:
                 self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if self._memory_log is not None:
             self._memory_log.step()
+
+    def rest(self) -> None:
+        """Exchange large pages of a shared arena while the engine has no work."""
+        if self.manager.borrowed is not None:
+            self.manager.borrowed.rest()
 
     def prefix_cache_lookup_enabled(self, request: "Request") -> bool:
         """Whether the prefix cache may be read for a request."""

@@ -23,6 +23,9 @@ _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 IMAGES_VARIABLE = "JENGA_IMAGE_EMBEDDINGS"
+SHARED_ARENA_VARIABLE = "JENGA_SHARED_ARENA"
+GUARANTEE_VARIABLE = "JENGA_SHARED_ARENA_GUARANTEE"
+_LIMIT_VARIABLE = "JENGA_SHARED_ARENA_LIMIT"
 _KNOWN_VARIABLES = frozenset(
     {
         _GEOMETRY_VARIABLE,
@@ -35,6 +38,9 @@ _KNOWN_VARIABLES = frozenset(
         _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
         IMAGES_VARIABLE,
+        SHARED_ARENA_VARIABLE,
+        GUARANTEE_VARIABLE,
+        _LIMIT_VARIABLE,
     }
 )
 
@@ -60,6 +66,9 @@ class Settings:
             written. 0 means that the environment asks for no histories.
         keeps_image_embeddings: Whether a vision encoder's output is kept in the arena, where that
             is possible.
+        shared_arena: Folder of an arena that several engines share. None means an arena of its own.
+        guarantee_bytes: Bytes of the shared arena that this engine always has.
+        limit_bytes: Most bytes of the shared arena that it may have. 0 means all of it.
     """
 
     geometry: str
@@ -70,6 +79,9 @@ class Settings:
     has_specialized_latents: bool | None
     has_specialized_scans: bool | None
     history_tokens: int
+    shared_arena: Path | None
+    guarantee_bytes: int
+    limit_bytes: int
     keeps_image_embeddings: bool = True
 
 
@@ -125,6 +137,9 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
         keeps_image_embeddings=_switch(environ, IMAGES_VARIABLE) is not False,
+        shared_arena=_shared_arena(environ),
+        guarantee_bytes=_number(environ, GUARANTEE_VARIABLE, "bytes"),
+        limit_bytes=_number(environ, _LIMIT_VARIABLE, "bytes, 0 for no limit"),
     )
 
 
@@ -180,6 +195,21 @@ def _left_share(environ: Mapping[str, str]) -> float | None:
         )
         raise ValueError(msg)
     return share
+
+
+def _shared_arena(environ: Mapping[str, str]) -> Path | None:
+    folder = _value(environ, SHARED_ARENA_VARIABLE)
+    for name in (GUARANTEE_VARIABLE, _LIMIT_VARIABLE):
+        if not folder and _value(environ, name):
+            msg = f"{name}={environ[name]!r} has no effect without {SHARED_ARENA_VARIABLE}"
+            raise ValueError(msg)
+    if folder and not _number(environ, GUARANTEE_VARIABLE, "bytes"):
+        msg = (
+            f"{GUARANTEE_VARIABLE}={environ.get(GUARANTEE_VARIABLE, '')!r}: expected a positive "
+            f"number of bytes, which this engine always has of {SHARED_ARENA_VARIABLE}={folder!r}"
+        )
+        raise ValueError(msg)
+    return Path(folder) if folder else None
 
 
 def _number(environ: Mapping[str, str], name: str, expected: str) -> int:

@@ -92,6 +92,14 @@ class Refusal(Enum):
         reason="it counts large pages, and a request of --max-model-len needs more of them",
         instead="a larger number, or a smaller --max-model-len",
     )
+    SHARED_ARENA = Words(
+        feature="an arena that engines share (JENGA_SHARED_ARENA) with this device or option",
+        reason=(
+            "sharing an arena between engines runs on the CPU only so far, with one rank for each "
+            "engine, and its broker decides on all of its memory"
+        ),
+        instead="an arena of its own, or leave the option out",
+    )
     ONE_CACHE_GROUP = Words(
         feature="--disable-hybrid-kv-cache-manager",
         reason="it gives all layers one page table and keeps every token in each layer",

@@ -1,0 +1,1 @@
+"""The broker: it lends large pages of one arena to several engines."""

@@ -1,0 +1,238 @@
+"""Large pages that come and go, under random requests of several engines on one arena."""
+
+import math
+from itertools import count
+
+import pytest
+
+from jenga.arena.borrowed_pages import SURPLUS_STEPS, News
+from jenga.broker.books import Books
+from jenga.broker.broker import Broker
+from jenga.broker.direct import DirectBroker
+from jenga.errors import InvariantError
+from jenga.manager import Manager
+from tests.broker.shared_engines import FakeEngine, assert_no_page_has_two_owners
+from tests.machines.geometries import CACHED, full, geometry
+
+STEPS = 90
+SMALL = geometry("small", full(per_large=2))
+
+
+def make_direct(tmp_path, num_pages):
+    books = Books.create(tmp_path / "books", large_page_bytes=4096, num_pages=num_pages)
+    times = count()
+    return DirectBroker(Broker(books), lambda: float(next(times)))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))],
+)
+def test_engines_that_share_an_arena_find_their_content_whole(tmp_path, seed):
+    direct = make_direct(tmp_path, 41)
+    broker, books = direct.broker, direct.broker.books
+    models, engines = [], []
+    for number, name in enumerate("abc"):
+        lender = direct.join(name, guarantee_pages=8, limit_pages=30 + number)
+        cut = CACHED[(seed + number) % len(CACHED)]
+        engines.append(FakeEngine(name, cut, lender, models, seed))
+    most = dict.fromkeys("abc", 0)
+    for step in range(STEPS):
+        # Load moves from one engine to the next.
+        busy = step * 5 // STEPS % 3
+        for number, engine in enumerate(engines):
+            if number == busy or engine.runs:
+                engine.step(load=8 if number == busy else 0)
+            else:
+                engine.rest()
+            broker.check()
+            assert_no_page_has_two_owners(engines, books)
+            most[engine.name] = max(most[engine.name], broker.num_held(engine.lender.row))
+
+    assert min(most.values()) > 12, "large pages hardly moved"
+    assert any(engine.num_hit_tokens for engine in engines)
+    # One engine ends as by a kill. The others may have all that it had, and no more.
+    dead = engines.pop(0)
+    dead.die()
+    direct.leave(dead.lender)
+    for _ in range(STEPS // 5):
+        for engine in engines:
+            engine.step(load=8)
+            broker.check()
+            assert_no_page_has_two_owners(engines, books)
+    for engine in engines:
+        engine.finish()
+        for _ in range(3):
+            engine.rest()
+    assert books.num_free > 0
+
+
+class FakeLender:
+    """A lender whose answers a test writes."""
+
+    num_pages, guarantee_pages, limit_pages = 33, 4, 32
+
+    def __init__(self):
+        self.free = list(range(5, 33))
+        self.news_next = News(granted=[])
+        self.returned, self.asks = [], []
+        self.time_s = 0.0
+
+    @property
+    def has_free(self):
+        return bool(self.free)
+
+    def now_s(self):
+        return self.time_s
+
+    def first_pages(self):
+        return [1, 2, 3, 4]
+
+    def take_free(self, num_pages):
+        taken, self.free = self.free[:num_pages], self.free[num_pages:]
+        return taken
+
+    def ask(self, num_pages, older_than_s, *, is_needed=False):
+        self.asks.append((num_pages, older_than_s, is_needed))
+
+    def give_back(self, pages):
+        self.returned += pages
+
+    def news(self):
+        news, self.news_next = self.news_next, News(granted=[])
+        return news
+
+    def tell(self, num_empty, num_evictable, oldest_s):
+        self.told = num_empty, num_evictable, oldest_s
+
+
+def make(lender, **options):
+    return Manager(
+        SMALL, num_large_pages=33, prefix_caching=True, hash_tokens=4, lender=lender, **options
+    )
+
+
+def run(manager, name, num_tokens):
+    """Compute a prompt and end it, so that all of it is cached."""
+    hashes = [f"{name} {i}".encode() for i in range(num_tokens // 4)]
+    manager.allocate(name, num_tokens=num_tokens)
+    manager.commit(name, hashes, 0)
+    manager.commit(name, hashes, num_tokens)
+    manager.free(name)
+
+
+def found_tokens(manager, name, num_tokens):
+    hashes = [f"{name} {i}".encode() for i in range(num_tokens // 4)]
+    return manager.lookup(hashes, max_tokens=num_tokens).num_tokens
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_a_large_page_leaves_only_when_the_last_step_that_used_it_is_processed(steps_in_flight):
+    lender = FakeLender()
+    manager = make(lender, steps_in_flight=steps_in_flight)
+    manager.new_step()
+    manager.allocate("long", num_tokens=8 * 16)
+    manager.new_step()
+    manager.free("long")
+    lender.news_next = News(granted=[], called=6, older_than_s=-math.inf)
+    for _ in range(steps_in_flight):
+        manager.new_step()
+        assert lender.returned == []
+        manager.check()
+    manager.new_step()
+    assert len(lender.returned) == 6
+
+
+def test_only_content_older_than_the_asker_s_is_evicted_and_the_oldest_first():
+    lender = FakeLender()
+    manager = make(lender)
+    for time, name in enumerate(("old", "middle", "young")):
+        lender.time_s = float(time)
+        manager.new_step()
+        run(manager, name, 8 * 4)
+    manager.borrowed._batch_pages = 1
+    lender.free = []
+    lender.news_next = News(granted=[], called=20, older_than_s=1.5)
+    lender.time_s = 9.0
+    manager.borrowed.rest()
+
+    # The first two prompts are older than 1.5 seconds. The third is kept, though more was called.
+    assert found_tokens(manager, "old", 32) == found_tokens(manager, "middle", 32) == 0
+    assert found_tokens(manager, "young", 32) == 32
+    assert len(lender.returned) >= 8
+    manager.check()
+
+
+def test_large_pages_that_stay_empty_are_returned_in_time_without_a_call():
+    lender = FakeLender()
+    manager = make(lender)
+    manager.new_step()
+    manager.allocate("large", num_tokens=8 * 20)
+    manager.free("large")
+    for _ in range(3 * SURPLUS_STEPS):
+        manager.new_step()
+        manager.check()
+    assert manager.num_large_pages == 5
+    assert len({*lender.returned, *lender.free}) == 28
+
+
+def test_an_engine_keeps_its_guarantee_whatever_it_is_called_to_return():
+    lender = FakeLender()
+    manager = make(lender)
+    manager.new_step()
+    run(manager, "all", 8 * 20)
+    lender.news_next = News(granted=[], called=1000, older_than_s=math.inf)
+    lender.free = []
+    manager.borrowed.rest()
+
+    assert manager.num_large_pages == 5
+    assert manager.large_page_counts().free + manager.large_page_counts().cached == 4
+    manager.check()
+
+
+def test_free_large_pages_are_borrowed_before_own_content_is_evicted():
+    lender = FakeLender()
+    manager = make(lender)
+    manager.new_step()
+    run(manager, "cached", 8 * 4)
+    manager.allocate("second", num_tokens=8 * 10)
+
+    assert found_tokens(manager, "cached", 32) == 32
+    assert manager.borrowed.num_asks > 0
+    manager.check()
+
+
+def test_an_engine_without_room_asks_for_what_it_lacks_once():
+    lender = FakeLender()
+    lender.free = []
+    manager = make(lender)
+    manager.new_step()
+    for _ in range(3):
+        with pytest.raises(Exception, match="needs"):
+            manager.allocate("large", num_tokens=8 * 10)
+    assert lender.asks == [(6, 0.0, True)]
+
+    lender.news_next = News(granted=[10, 11, 12, 13, 14, 15])
+    manager.new_step()
+    manager.allocate("large", num_tokens=8 * 10)
+    manager.check()
+
+
+def test_a_large_page_that_is_here_already_cannot_be_lent_again():
+    manager = make(FakeLender())
+    with pytest.raises(InvariantError, match=r"\[3\] are added"):
+        manager._allocator.large_pages.add([3])
+    with pytest.raises(InvariantError, match="added"):
+        manager._allocator.large_pages.add([0])
+    manager.check()
+
+
+def test_a_manager_refuses_a_lender_of_another_arena_or_host_memory_beside_it():
+    with pytest.raises(ValueError, match="num_large_pages must be 33"):
+        Manager(SMALL, num_large_pages=34, lender=FakeLender())
+    with pytest.raises(ValueError, match="num_host_large_pages must be 0"):
+        make(FakeLender(), num_host_large_pages=20)
+    lender = FakeLender()
+    lender.guarantee_pages = 0
+    with pytest.raises(ValueError, match="must guarantee at least 1"):
+        make(lender)
