@@ -155,7 +155,6 @@ def tables_of(result):
     [
         "llava_onevision",
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
-        pytest.param("gemma3_vision", marks=pytest.mark.slow),
     ],
 )
 def test_images_are_encoded_once_and_read_from_pages_of_the_arena(

@@ -53,6 +53,8 @@ def why_not_in_arena(vllm_config: "VllmConfig", *, host_bytes: int) -> str:
         "embeddings are pruned": bool(
             options is not None and options.is_multimodal_pruning_enabled()
         ),
+        # Untested in an engine so far.
+        "tokens of an image read each other": model.is_mm_prefix_lm,
         "prompts may be embeddings": bool(model.enable_prompt_embeds),
         "the model does not generate text": model.runner_type != "generate",
     }
