@@ -43,13 +43,14 @@ def hits():
     return ImageHits(SimpleNamespace(page_tables=tables))
 
 
-def hit_of(images, *pages):
+def hit_of(images, *pages, host_pages=({}, {}, {})):
     return PrefixHit(
         num_tokens=16,
         asked_tokens=16,
         branch_tokens=16,
         limit=-1,
         pages=pages,
+        host_pages=host_pages,
         has_missing=tuple(MISSING in each for each in pages),
         facts=RequestFacts(prompt_tokens=200, images=images),
         prefix_hashes=(),
@@ -90,6 +91,18 @@ def test_an_image_is_found_if_all_layers_have_all_of_it(hits):
 
     hits.settle(asked, hit_of(images, [7], [MISSING, MISSING, 3, 4, 5], [MISSING, 8, 9]))
     assert hits.found(asked) == {1}
+
+    loaded = hit_of(
+        images,
+        [7],
+        [1, MISSING, 3, MISSING, 5],
+        [MISSING, 8, 9],
+        host_pages=({}, {1: 11, 3: 12}, {}),
+    )
+    settled = hits.settle(asked, loaded)
+    assert hits.found(asked) == {1}
+    assert settled.pages == ([7], [MISSING, MISSING, 3, MISSING, 5], [MISSING, 8, 9])
+    assert settled.host_pages == ({}, {3: 12}, {})
 
 
 @pytest.mark.parametrize(

@@ -80,17 +80,34 @@ class ImageHits:
         """
         images = hit.facts.images
         complete = [
-            _complete(images, hit.pages[index], page_tokens)
-            for index, page_tokens in self._tables.items()
+            _complete(hit, index, page_tokens) for index, page_tokens in self._tables.items()
         ]
         found = frozenset[int]().union(*complete).intersection(*complete)
         pages, has_missing = list(hit.pages), list(hit.has_missing)
+        host_pages = list(hit.host_pages)
         for (index, page_tokens), own in zip(self._tables.items(), complete, strict=True):
             if own != found:
-                pages[index] = _only(images, found, hit.pages[index], page_tokens)
+                kept = {
+                    page
+                    for number, place in enumerate(_places(images, page_tokens))
+                    if number in found
+                    for page in place
+                }
+                pages[index] = [
+                    page if number in kept else MISSING
+                    for number, page in enumerate(hit.pages[index])
+                ]
+                host_pages[index] = {
+                    number: page for number, page in hit.host_pages[index].items() if number in kept
+                }
                 has_missing[index] = True
         self._found_by, self._found = request.request_id, found
-        return replace(hit, pages=tuple(pages), has_missing=tuple(has_missing))
+        return replace(
+            hit,
+            pages=tuple(pages),
+            host_pages=tuple(host_pages),
+            has_missing=tuple(has_missing),
+        )
 
     def are_found(self, _request: "Request") -> bool:
         """Return False. It is asked only of models with an encoder of their own."""
@@ -107,25 +124,15 @@ def _places(images: "Sequence[Image]", page_tokens: int) -> "list[range]":
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
-def _complete(images: "Sequence[Image]", pages: "Sequence[int]", page_tokens: int) -> set[int]:
-    """Get the numbers of the images whose pages were all found."""
+def _complete(hit: "PrefixHit", index: int, page_tokens: int) -> set[int]:
+    """Get the numbers of the images whose pages were all found, in the arena or in host memory."""
+    pages, on_host = hit.pages[index], hit.host_pages[index]
     return {
         number
-        for number, place in enumerate(_places(images, page_tokens))
-        if place.stop <= len(pages) and all(pages[page] != MISSING for page in place)
+        for number, place in enumerate(_places(hit.facts.images, page_tokens))
+        if place.stop <= len(pages)
+        and all(pages[page] != MISSING or page in on_host for page in place)
     }
-
-
-def _only(
-    images: "Sequence[Image]", found: frozenset[int], pages: "Sequence[int]", page_tokens: int
-) -> list[int]:
-    """Get a page table of a hit in which the pages of other images than those found are missing."""
-    left = [MISSING] * len(pages)
-    places = _places(images, page_tokens)
-    for number in found:
-        place = places[number]
-        left[place.start : place.stop] = pages[place.start : place.stop]
-    return left
 
 
 def _content(request: "Request", identifier: str, num_tokens: int) -> bytes:

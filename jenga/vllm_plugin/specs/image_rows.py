@@ -48,6 +48,7 @@ def why_not_in_arena(vllm_config: "VllmConfig", *, host_bytes: int) -> str:
         ),
         "the model is spread over a pipeline": vllm_config.parallel_config.pipeline_parallel_size
         > 1,
+        "several engines share the arena": read_settings(os.environ).shared_arena is not None,
         "--kv-offloading-size is set": host_bytes > 0,
         "a draft head reads tokens ahead": vllm_config.num_prefill_lookahead_tokens > 0,
         "embeddings are pruned": bool(
