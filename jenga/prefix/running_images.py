@@ -90,6 +90,13 @@ class RunningImages:
             end = table.pages_for(touched).stop
             cached = _cached_pages(table, policy, facts, range(num_pages, end))
             is_hit = [*[None] * num_pages, *cached]
+            if len(self._tables) > 1:
+                # An encoder writes the pages of all layers, so all of them must be found.
+                for number, image in enumerate(facts.images):
+                    if not self.is_cached(image):
+                        places = policy.pages_of(facts, number)
+                        for place in range(max(places.start, num_pages), min(places.stop, end)):
+                            is_hit[place] = None
             found = {
                 number: page
                 for number in policy.complete_images(facts, is_hit, num_pages)

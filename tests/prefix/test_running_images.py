@@ -5,7 +5,7 @@ import pytest
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
-from tests.machines.geometries import embedding, full, geometry
+from tests.machines.geometries import cross, embedding, full, geometry
 
 EMBEDDING = 1
 VISION = geometry("vision", full(slot_bytes=24, per_large=4), embedding(slot_bytes=96))
@@ -53,6 +53,23 @@ def test_an_image_that_another_request_has_computed_is_shared_when_it_begins():
     assert manager.image_pages("b", EMBEDDING, 0) == pages
     manager.free("b")
     manager.check()
+
+
+def test_an_image_that_only_some_layers_have_is_computed_for_all():
+    two = geometry(
+        "two", full(slot_bytes=24, per_large=4), embedding(slot_bytes=96), cross(slot_bytes=96)
+    )
+    manager = Manager(two, num_large_pages=30, prefix_caching=True, hash_tokens=4)
+    start(manager, "a", 10, image(0))
+    start(manager, "b", 4, image(8))
+    manager._tables[2].cache.forget(manager.image_pages("a", 2, 0))
+
+    manager.allocate("b", num_tokens=14, num_processed_tokens=4)
+
+    for index in (1, 2):
+        own = set(manager.image_pages("b", index, 0))
+        assert own
+        assert own.isdisjoint(manager.image_pages("a", index, 0))
 
 
 def test_images_found_and_images_to_compute_lie_in_their_order():

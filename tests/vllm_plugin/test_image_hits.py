@@ -169,6 +169,23 @@ def test_a_request_that_the_arena_can_never_hold_ends_with_an_error():
     assert scheduler.encoder_cache_mismatch_reqs == {"a"}
 
 
+def test_a_running_request_finds_images_that_are_cached_when_it_reaches_them(hits):
+    from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+    pages, cached = {0: [4, 5], 1: [], 2: []}, {5, 9}
+    manager = object.__new__(JengaKVCacheManager)
+    manager._encoders = hits
+    manager.manager = SimpleNamespace(
+        is_running=lambda _: True,
+        image_pages=lambda _name, _index, number: pages[number],
+        is_image_cached=lambda image: image.start_token in cached,
+    )
+    asked = request(*(image_feature(str(at), at, 17) for at in (5, 9, 12)))
+
+    # The first one has pages already, and the last one is not cached.
+    assert manager.found_images(asked) == {1}
+
+
 def test_a_session_with_images_starts_again_at_its_next_turn(monkeypatch):
     from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 

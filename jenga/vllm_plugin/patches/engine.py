@@ -221,7 +221,7 @@ def _schedule_images(
         reason = f"the arena cannot hold its {request.num_tokens} tokens and {num_images} images"
         _refuse(scheduler, request, f"{reason} at once")
         return [], 0, budget_tokens, [], []
-    found = manager.found_images(request) if is_admitted else frozenset()
+    found = manager.found_images(request)
     chosen, num_new_tokens, budget_tokens = images_to_encode(
         request,
         found,

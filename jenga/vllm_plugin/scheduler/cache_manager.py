@@ -283,9 +283,23 @@ class JengaKVCacheManager:
         return self.prefix_cache_lookup_enabled(request) and self._encoders.are_found(request)
 
     def found_images(self, request: "Request") -> frozenset[int]:
-        """Get the numbers of a request's images that the last lookup found for it."""
+        """Get the numbers of a request's images that need not be encoded.
+
+        The last lookup found those of a request that waits. Those of a running request are cached
+        now, and the request shares them in the step that begins them.
+        """
         if not isinstance(self._encoders, ImageHits):
             return frozenset()
+        if self.manager.is_running(request.request_id):
+            tables = self._encoders.table_indices
+            return frozenset(
+                number
+                for number, image in enumerate(self._encoders.images(request))
+                if self.manager.is_image_cached(image)
+                and not any(
+                    self.manager.image_pages(request.request_id, index, number) for index in tables
+                )
+            )
         if not self.prefix_cache_lookup_enabled(request):
             return frozenset()
         return self._encoders.found(request)

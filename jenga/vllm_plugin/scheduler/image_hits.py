@@ -4,7 +4,7 @@ An image has pages of its own, which are found again by its content behind any t
 in the step that computes its token of the prompt, and every later token of its group reads them.
 
 An image is looked up when its request is admitted, if its token is computed in that first step. An
-image that comes later in the prompt gets new pages, and is encoded.
+image that comes later in the prompt is looked up in the step that begins it.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from jenga.tables.request import MISSING
 from jenga.vllm_plugin.specs.image_features import image_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vllm.v1.request import Request
 
@@ -49,6 +49,11 @@ class ImageHits:
         }
         self._found_by: str | None = None
         self._found: frozenset[int] = frozenset()
+
+    @property
+    def table_indices(self) -> "Collection[int]":
+        """Page tables of cross attention."""
+        return self._tables.keys()
 
     def can_name(self, _request: "Request") -> bool:
         """Return True: an image is a token of the prompt, so hashes include each."""
