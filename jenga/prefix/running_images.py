@@ -7,6 +7,7 @@ again in the step that begins it.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from jenga.arena.small_pages import Sharing
 from jenga.policies import Image, RequestFacts
@@ -153,7 +154,8 @@ class RunningImages:
             cache = table.cache
             if cache is None:
                 continue
-            for content in {key[0] for key in cache.keys if isinstance(key, tuple)}:
+            keys = cast("list[tuple[bytes, int] | bytes | None]", cache.keys)
+            for content in {key[0] for key in keys if isinstance(key, tuple)}:
                 node = self._tree.image(table, content)
                 if node is not None:
                     self._tree.evict(node)
