@@ -70,7 +70,8 @@ def test_every_class_is_in_vllm_or_ours():
 
     classes = [name for row in rows_of("Models") for name in re.findall(r"`([A-Z]\w+)`", row[1])]
 
-    assert len(classes) == len(rows_of("Models")) - 4  # of three rows nothing runs, one is refused
+    run = [row for row in rows_of("Models") if not row[1].startswith(("not served", "[refused]"))]
+    assert len(classes) == len(run) > 0
     assert all(f'"{name}"' in text or name in MODELS for name in classes)
 
 

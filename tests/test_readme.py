@@ -1,9 +1,13 @@
 """Examples in README, CONTRIBUTING and docs run, and the files and modules that they name exist."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import jenga
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -32,8 +36,10 @@ def run(name, heading):
 
 
 def exists(module):
-    """Whether a dotted name leads to a module, or to what it has."""
+    """Whether a dotted name leads to a module, to what it has, or to an exported name."""
     path = ROOT
+    if module.removeprefix("jenga.") in jenga.__all__:
+        return True
     for part in module.split("."):
         path /= part
         if path.with_suffix(".py").exists():
@@ -74,6 +80,7 @@ def test_examples_are_run_here_or_are_an_engine():
         ("docs/configuration.md", "Select the backend"),
         ("docs/extending.md", "Add an eviction policy"),
         ("docs/kernels.md", "Example"),
+        ("docs/layer-types.md", "A type of your own"),
         ("docs/manager.md", "Example"),
     }
 
@@ -90,6 +97,22 @@ def test_example_of_the_kernels_runs():
     assert (k_pages[5, 11] == names["k"][20]).all()
     assert (arena[:, 7, 0] == k_pages).all()
     assert arena[:, :7].abs().max() == arena[:, 8:].abs().max() == 0
+
+
+def test_example_of_a_layer_type_runs():
+    """It runs in a process of its own, because a type is registered once in each process."""
+    (example,) = examples_of("docs/layer-types.md")["A type of your own"]
+    check = "\nmanager.check(); print(type(geometry.page_tables[0].layer_type).__name__)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", example + check],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == "PaperWindow\n"
 
 
 def test_example_of_the_manager_runs(capsys):

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from jenga.eviction.known import DEFAULT_POLICY
+from perf.serving.cases import LIMITS
+from perf.serving.results import Results
+from perf.serving.table import HITS_LOAD
 from perf.sweeps.sweep_eviction import CASES, STOCK
 from perf.tables.gpu_rows import GROUPS, OURS, compare, read_groups, unsteady
 from perf.tables.recipe_plans import LENGTH_TOKENS
@@ -270,6 +273,39 @@ def workloads() -> list[str]:
     return lines
 
 
+def serving() -> list[str]:
+    """Make the table of requests that arrive over time, with the least capacity first."""
+    titles = (
+        "model, requests",
+        "arrival rate",
+        "tokens found: vLLM's, ours",
+        "requests/s",
+        "TTFT p50",
+        "TTFT p99",
+        "longest wait",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|"]
+    results = Results(read("cpu/serving.jsonl"))
+    gains = {
+        group: statistics.geometric_mean(results.gains(group, max(LIMITS)))
+        for group in results.capacities
+    }
+    for group in sorted(gains, key=gains.__getitem__):
+        [pair] = results.pairs[group, HITS_LOAD]  # one seed
+        found = pair.best("hit_percent")["hit_percent"], pair.ours["hit_percent"]
+        cells = (
+            f"{group.model}, {group.workload}",
+            f"{gains[group]:.2f}",
+            f"{found[0]:.0f} %, {found[1]:.0f} %",
+            *(
+                f"{pair.ours[number] / pair.best(number)[number]:.2f}"
+                for number in ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "longest_wait_s")
+            ),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def plans() -> list[str]:
     """Make the table of requests that fit for each recipe's model, ours and vLLM's."""
     titles = ("model", "GPUs", "arena of each", "1,024", "8,192", "32,768", "longest request")
@@ -328,6 +364,7 @@ def factor(value: float) -> str:
 
 
 TABLES = (
+    Table(README, "serving", serving),
     Table(BENCHMARKS, "workloads", workloads),
     Table(BENCHMARKS, "kernels", kernels),
     Table(RECURRENT_STATES, "steps that seldom write", seldom_written),
