@@ -334,8 +334,8 @@ class Manager:
             reserve_large_pages: Number of large pages that must stay empty or reclaimable.
 
         Returns:
-            Page ids appended to each page table, without those of the hit and of images found in
-            the cache. The lists must not be changed.
+            Page ids appended to each page table, without those of the hit. The lists must not be
+            changed.
 
         Raises:
             OutOfPagesError: There are not enough pages, or the admission should leave them to
@@ -402,6 +402,12 @@ class Manager:
                 self._gate.record_refusal(request_id)
                 raise
             self._images.read(images)
+            if images:
+                appended = list(taken)
+                for found in images:
+                    pages = request.pages.small_pages[found.table.index]
+                    appended[found.table.index] = pages[found.num_pages_before :]
+                taken = appended
         request.num_tokens = num_tokens
         request.last_step = self._step
         return tuple(taken)
