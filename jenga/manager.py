@@ -402,12 +402,7 @@ class Manager:
                 self._gate.record_refusal(request_id)
                 raise
             self._images.read(images)
-            if images:
-                appended = list(taken)
-                for found in images:
-                    pages = request.pages.small_pages[found.table.index]
-                    appended[found.table.index] = pages[found.num_pages_before :]
-                taken = appended
+            taken = self._images.appended(request, images, taken)
         request.num_tokens = num_tokens
         request.last_step = self._step
         return tuple(taken)

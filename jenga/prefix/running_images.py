@@ -141,6 +141,18 @@ class RunningImages:
         for found in all_found:
             self._tree.read_images(found.table, found.pages)
 
+    def appended(
+        self, request: Request, all_found: Sequence[FoundImages], taken: Sequence[list[int]]
+    ) -> Sequence[list[int]]:
+        """Return the pages that a step appended: those taken, and the images found among them."""
+        if not all_found:
+            return taken
+        appended = list(taken)
+        for found in all_found:
+            pages = request.pages.small_pages[found.table.index]
+            appended[found.table.index] = pages[found.num_pages_before :]
+        return appended
+
     def forget(self, requests: Iterable[Request]) -> None:
         """Make all cached images impossible to find.
 
