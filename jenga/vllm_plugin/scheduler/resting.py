@@ -11,14 +11,12 @@ from jenga.vllm_plugin.settings.shared_arena import Membership
 _WAIT_SECONDS = 1.0
 """Most seconds of a wait, so that the thread notices that its engine is gone."""
 
-_has_rested: "weakref.WeakKeyDictionary[Any, threading.Event]" = weakref.WeakKeyDictionary()
-"""Engine core -> event that is set when it has read the news that it was woken up for."""
-
 
 def rest(engine_core: Any) -> None:  # noqa: ANN401 (vLLM's engine core)
     """Exchange large pages with the broker, in the thread of an engine that is out of work.
 
-    The first call starts a thread that wakes the engine up when the broker has news.
+    The first call starts a thread that wakes the engine up when the broker has news. The engine core
+    gets an attribute of ours: an event that is set when it has read the news of its last wake-up.
     """
     manager = getattr(engine_core.scheduler, "kv_cache_manager", None)
     if not isinstance(manager, JengaKVCacheManager):
@@ -26,9 +24,9 @@ def rest(engine_core: Any) -> None:  # noqa: ANN401 (vLLM's engine core)
     membership = manager.kv_cache_config.shared_arena
     if membership is None:
         return
-    has_rested = _has_rested.get(engine_core)
+    has_rested = getattr(engine_core, "jenga_has_rested", None)
     if has_rested is None:
-        has_rested = _has_rested[engine_core] = threading.Event()
+        has_rested = engine_core.jenga_has_rested = threading.Event()
         threading.Thread(
             target=_watch,
             args=(weakref.ref(engine_core), membership, has_rested),
