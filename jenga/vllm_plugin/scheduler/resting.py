@@ -15,8 +15,8 @@ _WAIT_SECONDS = 1.0
 def rest(engine_core: Any) -> None:  # noqa: ANN401 (vLLM's engine core)
     """Exchange large pages with the broker, in the thread of an engine that is out of work.
 
-    The first call starts a thread that wakes the engine up when the broker has news. The engine core
-    gets an attribute of ours: an event that is set when it has read the news of its last wake-up.
+    The first call starts a thread that wakes the engine up when the broker has news. It gives the
+    engine core an attribute of ours: an event that is set when the engine has read that news.
     """
     manager = getattr(engine_core.scheduler, "kv_cache_manager", None)
     if not isinstance(manager, JengaKVCacheManager):
