@@ -1,9 +1,11 @@
 """Large pages that come and go, in an arena that several engines share.
 
 A lender gives large pages to this engine and takes them back. The engine asks ahead of need, in
-batches. It returns empty large pages that it has too many of, and those that the lender calls for:
-empty ones first, then cached content that was used before a given time. It never returns so many
-that it has fewer than its guarantee.
+batches. It returns large pages that stay empty, and those that the lender calls for. A call names
+the last use of the checkpoint that the asking engine would evict next. While this engine would
+itself evict one that was used before that, it returns empty large pages, and evicts for more. If
+not, it returns only those that stay empty, because the others are for its next need. It never
+returns so many that it has fewer than its guarantee.
 
 A step in flight may still write to a large page that was emptied meanwhile. A large page therefore
 leaves in two stages. It is taken out of the arena at the beginning of a step, and returned when
@@ -25,7 +27,7 @@ BATCHES = 64
 """Number of batches that an arena consists of. Asks and returns are a batch at a time."""
 
 SURPLUS_STEPS = 32
-"""Steps during which large pages must stay empty before they are returned without a call."""
+"""Steps during which large pages must stay empty before they count as surplus."""
 
 ASK_AGAIN_STEPS = 16
 """Steps after which an ask that is not met is sent again, since the own content is older then."""
@@ -41,7 +43,9 @@ class News:
     Attributes:
         granted: Large pages that this engine may use from now on.
         called: Number of large pages that are to be returned, or None if that has not changed.
-        older_than_s: Time of the lender's clock. Content that was used later need not be evicted.
+        older_than_s: Time of the lender's clock. They need only be returned as far as they stay
+            empty, or while the next checkpoint to be evicted was used before. Infinity means that
+            they must be returned as soon as they are not in use.
     """
 
     granted: list[int]
@@ -89,8 +93,9 @@ class Lender(Protocol):
 
         Args:
             num_pages: Number of large pages. 0 withdraws the ask.
-            older_than_s: Cached content of others that was used before may be evicted. None means
-                that only free large pages are wanted, if there are some now.
+            older_than_s: Others return large pages while the checkpoint that they would evict next
+                was used before. None means that only free large pages are wanted, if there are
+                some now.
             is_needed: Whether a request waits for them. Then an engine that has more returns what
                 its requests leave. Otherwise they would only hold cached content.
         """
@@ -108,9 +113,9 @@ class Lender(Protocol):
         """Say how many large pages this engine could return.
 
         Args:
-            num_empty: Number of large pages without content.
+            num_empty: Number of large pages that stay without content.
             num_evictable: Number of large pages with cached content and no used small page.
-            oldest_s: Time at which the first of those was last used. Infinite if there is none.
+            oldest_s: Last use of the checkpoint that is evicted next. Infinite if there is none.
         """
         ...
 
@@ -150,13 +155,14 @@ class BorrowedPages:
         num_returned: Number of large pages returned so far.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the levels below, and what they do not know
         self,
         large_pages: LargePages,
         lender: Lender,
         clock: RankClock,
         *,
         steps_in_flight: int,
+        next_checkpoint_rank: Callable[[], int],
         on_evicted: Callable[[], None],
         is_quiet: Callable[[], bool],
     ) -> None:
@@ -168,6 +174,8 @@ class BorrowedPages:
             clock: Clock of the ranks of cached content.
             steps_in_flight: Most steps that are scheduled and not processed while the next one is
                 scheduled, including that one. 1 if steps never overlap.
+            next_checkpoint_rank: Returns the rank of the last use of the checkpoint that is evicted
+                next, or `NOT_QUEUED` if there is none. Called while large pages are reclaimable.
             on_evicted: Called after content was evicted.
             is_quiet: Whether nothing of the arena is to be copied later on.
         """
@@ -175,6 +183,7 @@ class BorrowedPages:
         self._lender = lender
         self._times = _RankTimes(clock)
         self._steps_in_flight = steps_in_flight
+        self._next_checkpoint_rank = next_checkpoint_rank
         self._on_evicted = on_evicted
         self._is_quiet = is_quiet
         # A step that must not be over before the large pages are returned, and those.
@@ -185,6 +194,7 @@ class BorrowedPages:
         self._is_waiting = False  # whether an ask that may evict others' content is open
         self._num_needed = 0  # large pages of that ask, if a request waits for them
         self._least_empty = 0  # fewest empty large pages since that was last looked at
+        self._least_before = 0  # fewest in the steps before that
         self._batch_pages = max(1, (lender.num_pages - 1) // BATCHES)
         self.num_asks = self.num_returned = 0
         large_pages.source = self.borrow
@@ -201,16 +211,17 @@ class BorrowedPages:
             self._withdraw(self._called - self._num_leaving, self._older_than_s, self._step)
         elif self._step % SURPLUS_STEPS == 0:
             self._withdraw(self._least_empty - 2 * self._batch_pages, -math.inf, self._step)
-            self._least_empty = large_pages.num_empty
         elif large_pages.num_empty < self._batch_pages and self._lender.has_free:
             self._ask(self._batch_pages, None)
         elif large_pages.num_empty:
             if self._is_waiting:
                 self._ask(0, None)
-        elif large_pages.reclaimable.num_queued and not (
-            self._is_waiting and self._step % ASK_AGAIN_STEPS
-        ):
-            self._ask(self._batch_pages, self._oldest_s())
+        elif not (self._is_waiting and self._step % ASK_AGAIN_STEPS):
+            next_use_s = self._next_use_s()
+            if next_use_s < math.inf:
+                self._ask(self._batch_pages, next_use_s)
+        if self._step % SURPLUS_STEPS == 0:
+            self._least_before, self._least_empty = self._least_empty, large_pages.num_empty
         self._tell()
 
     def rest(self) -> None:
@@ -219,6 +230,7 @@ class BorrowedPages:
         self._read_news()
         if self._is_waiting:
             self._ask(0, None)
+        self._least_before = self._least_empty = self._large_pages.num_empty
         if not self._is_quiet():
             return
         if self._called:
@@ -242,16 +254,16 @@ class BorrowedPages:
     def lack(self, num_pages: int) -> bool:
         """Record that large pages are missing for a request. Return whether some came at once.
 
-        Otherwise they are asked for. Others may evict content for them that was used before all
-        that this engine could evict itself.
+        Otherwise they are asked for. Others may evict checkpoints for them that were used before
+        the one that this engine would evict next, or any if there is none here.
         """
-        self._least_empty = 0
+        self._least_empty = self._least_before = 0
         num_before = self._large_pages.num_available
         self.borrow(num_pages)
         num_missing = num_pages - (self._large_pages.num_available - num_before)
         if num_missing > 0 and num_missing > self._num_needed:
-            oldest_s = min(self._lender.now_s(), self._oldest_s())
-            self._ask(num_missing, oldest_s, is_needed=True)
+            next_use_s = min(self._lender.now_s(), self._next_use_s())
+            self._ask(num_missing, next_use_s, is_needed=True)
         return self._large_pages.num_available > num_before
 
     def _ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:
@@ -274,10 +286,28 @@ class BorrowedPages:
         if news.called is not None:
             self._called, self._older_than_s = news.called, news.older_than_s
 
-    def _oldest_s(self) -> float:
-        """Return when the cached content that is evicted next was used, infinity for none."""
-        rank = self._large_pages.reclaimable.peek_rank()
+    @property
+    def _num_surplus(self) -> int:
+        """Number of large pages that have been empty for some steps."""
+        return min(self._least_empty, self._least_before, self._large_pages.num_empty)
+
+    def _next_use_s(self) -> float:
+        """Return when the checkpoint that is evicted next was used last.
+
+        If no checkpoint can be evicted, it is the last use of other cached content that can be.
+        Infinity means that nothing can be evicted, or nothing that no waiting request will read.
+        """
+        first_rank = self._large_pages.reclaimable.peek_rank()
+        if first_rank < 0:
+            return math.inf
+        rank = self._next_checkpoint_rank()
+        if rank < 0 and first_rank < KEPT_RANK:
+            rank = first_rank
         return self._times.time_of(rank) if rank >= 0 else math.inf
+
+    def _may_evict(self, older_than_s: float) -> bool:
+        """Whether a call allows that the content that is next is evicted."""
+        return older_than_s == math.inf or self._next_use_s() < older_than_s
 
     def _withdraw(self, num_pages: int, older_than_s: float, step: int) -> None:
         """Take large pages out of the arena, to return them once a step is over."""
@@ -285,8 +315,14 @@ class BorrowedPages:
         num_pages = min(num_pages, large_pages.num_owned - self._lender.guarantee_pages)
         if num_pages <= 0:
             return
+        if not self._may_evict(older_than_s):
+            num_pages = min(num_pages, self._num_surplus)
         has_evicted = False
-        while large_pages.num_empty < num_pages and self._oldest_s() < older_than_s:
+        while (
+            large_pages.num_empty < num_pages
+            and large_pages.reclaimable.num_queued
+            and self._may_evict(older_than_s)
+        ):
             large_pages.evict_next()
             has_evicted = True
         if has_evicted:
@@ -307,9 +343,7 @@ class BorrowedPages:
 
     def _tell(self) -> None:
         large_pages = self._large_pages
-        self._lender.tell(
-            large_pages.num_empty, large_pages.reclaimable.num_queued, self._oldest_s()
-        )
+        self._lender.tell(self._num_surplus, large_pages.reclaimable.num_queued, self._next_use_s())
 
     def check(self) -> None:
         """Raise `InvariantError` unless this engine is between its guarantee and its limit."""

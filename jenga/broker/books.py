@@ -66,10 +66,10 @@ class Supply:
     """Large pages that an engine could return, as it said last.
 
     Attributes:
-        num_empty: Number of large pages without content.
+        num_empty: Number of large pages that stay without content.
         num_evictable: Number of large pages with cached content and no used small page.
-        oldest_s: Monotonic time at which the oldest of those was last used. Infinite if there is
-            none.
+        oldest_s: Monotonic time at which the checkpoint that is evicted next was last used.
+            Infinite if there is none.
     """
 
     num_empty: int = 0

@@ -1,10 +1,10 @@
 """The broker's decisions: which engine gets large pages, and which one returns some.
 
 It lends free large pages in the order of the asks, but first to engines below their guarantee. If
-there are too few, it calls others to return some of what they have beyond their guarantee: empty
-large pages first, then cached content that was used before that of the engine that asks. If only
-used ones are left, the engine with the most beyond its guarantee returns what its requests leave,
-until both have the same.
+there are too few, it calls others to return some of what they have beyond their guarantee: large
+pages that stay empty first. Then it calls engines whose next checkpoint to be evicted was used
+before that of the engine that asks. If a request waits, the engine with the most beyond its
+guarantee returns the rest, cached or as its requests end, until both have the same.
 """
 
 import math
@@ -22,7 +22,9 @@ class Call:
 
     Attributes:
         num_pages: Number of large pages that are still to be returned.
-        older_than_s: Monotonic time. Cached content that was used later is kept.
+        older_than_s: Monotonic time. They need only be returned as far as they stay empty, or
+            while the next checkpoint to be evicted was used before. Infinity means that they must
+            be returned as soon as they are not in use.
     """
 
     num_pages: int = 0
@@ -208,11 +210,11 @@ class Broker:
         Args:
             row: Row of the engine.
             num_pages: Number of large pages beyond those that it has. 0 withdraws the ask.
-            older_than_s: Monotonic time. Cached content of others that was used before it may be
-                evicted. None means that only free large pages are wanted, which the engine gets at
-                once or not at all.
+            older_than_s: Monotonic time. Others return large pages while the checkpoint that they
+                would evict next was used before. None means that only free large pages are wanted,
+                which the engine gets at once or not at all.
             is_needed: Whether a request waits for them. Then engines with more beyond their
-                guarantee return large pages that their requests leave.
+                guarantee return cached large pages, and those that their requests leave.
 
         Raises:
             ValueError: A number is out of its range, or no engine has the row.
@@ -333,7 +335,7 @@ class Broker:
         }
         extras = {row: self._extra(row) - calls.get(row, NO_CALL).num_pages for row in supplies}
 
-        def call(row: int, most: int) -> None:
+        def call(row: int, most: int, older_than_s: float) -> None:
             nonlocal missing
             num_pages = max(0, min(most, extras[row], missing))
             if num_pages:
@@ -346,17 +348,18 @@ class Broker:
                 missing -= num_pages
 
         for row, supply in supplies.items():
-            call(row, supply.num_empty - calls.get(row, NO_CALL).num_pages)
+            call(row, supply.num_empty - calls.get(row, NO_CALL).num_pages, older_than_s)
         for row in sorted(supplies, key=lambda row: supplies[row].oldest_s):
             if supplies[row].oldest_s < older_than_s:
-                call(row, supplies[row].num_evictable)
+                call(row, supplies[row].num_evictable, older_than_s)
         if not ask.is_needed:
             return
-        # The rest is in use. A call for it is met as requests end.
+        # A call for the rest must be met. What is in use is returned as requests end.
         own = -math.inf if self._is_short(asker) else self._extra(asker)
         for row in sorted(supplies, key=lambda row: -extras[row]):
             difference = extras[row] - own
-            call(row, missing if difference == math.inf else int(difference // 2))
+            most = missing if difference == math.inf else int(difference // 2)
+            call(row, most, math.inf)
 
     def _extra(self, row: int) -> int:
         """Return the number of large pages that an engine has beyond its guarantee."""

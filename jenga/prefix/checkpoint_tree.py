@@ -22,6 +22,7 @@ from math import lcm
 from random import Random
 from typing import cast
 
+from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
 from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
@@ -895,6 +896,41 @@ class CheckpointTree:
         protected = self._protected
         last = protected if protected is not None and protected.is_kept else None
         return next((each for each in others if each is not protected), last)
+
+    def next_rank(self) -> int:
+        """Return the rank of the last use of the checkpoint that is evicted next.
+
+        `evict_one` will evict this one, unless it is read before. `NOT_QUEUED` if all checkpoints
+        that would free memory are in use, or waiting requests will read them.
+        """
+        upcoming = self._upcoming
+        while upcoming:
+            rank = self._last_use(upcoming[-1])
+            if rank != NOT_QUEUED:
+                return rank
+            upcoming.pop()
+        node = self._draw()
+        if node is None:
+            return NOT_QUEUED
+        upcoming.append(node)
+        return self._last_use(node)
+
+    def _last_use(self, node: Checkpoint) -> int:
+        """Return the rank of the last use of what goes with a checkpoint in the pool.
+
+        `NOT_QUEUED` if it cannot be evicted now, or would free no memory.
+        """
+        if node.place == NOT_IN_POOL or node is self._protected:
+            return NOT_QUEUED
+        # As in `_measure`, the last page of each part tells whether it is used, and when it was.
+        lasts = [(self._tables[index].pages, pages[-1]) for index, pages in node.alone[-1:]]
+        lasts += [
+            (self._lasting[0].pages, each.segment[0][-1])
+            for each in self._leaving(node)
+            if each.segment_bytes
+        ]
+        ranks = [table.rank(page) for table, page in lasts if table.stamps[page] >= 0]
+        return max(ranks, default=NOT_QUEUED)
 
     def _draw(self, chosen: Collection[int] = ()) -> Checkpoint | None:
         """Return the checkpoint worth least among some drawn ones. None if none frees memory.

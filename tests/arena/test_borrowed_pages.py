@@ -10,6 +10,7 @@ from jenga.broker.books import Books
 from jenga.broker.broker import Broker
 from jenga.broker.direct import DirectBroker
 from jenga.errors import InvariantError
+from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from tests.broker.shared_engines import FakeEngine, assert_no_page_has_two_owners
 from tests.machines.geometries import CACHED, full, geometry
@@ -134,7 +135,7 @@ def test_a_large_page_leaves_only_when_the_last_step_that_used_it_is_processed(s
     manager.allocate("long", num_tokens=8 * 16)
     manager.new_step()
     manager.free("long")
-    lender.news_next = News(granted=[], called=6, older_than_s=-math.inf)
+    lender.news_next = News(granted=[], called=6, older_than_s=math.inf)
     for _ in range(steps_in_flight):
         manager.new_step()
         assert lender.returned == []
@@ -161,6 +162,57 @@ def test_only_content_older_than_the_asker_s_is_evicted_and_the_oldest_first():
     assert found_tokens(manager, "young", 32) == 32
     assert len(lender.returned) >= 8
     manager.check()
+
+
+class YoungestFirst(LeastRecentlyUsed):
+    """A policy that evicts the youngest checkpoint."""
+
+    def worth(self, candidate, time):
+        return time - candidate.point.last_kept
+
+
+def test_what_counts_is_the_checkpoint_evicted_next_and_not_the_oldest():
+    lender = FakeLender()
+    manager = make(lender, eviction_policy=YoungestFirst())
+    manager.new_step()
+    for time, name in enumerate(("old", "middle", "young")):
+        manager.borrowed._times.note(float(time))
+        run(manager, name, 8 * 4)
+    manager.borrowed._batch_pages = 1
+    lender.free = []
+    lender.time_s = 9.0
+    manager.new_step()
+    assert lender.told[2] == 2.0
+
+    lender.news_next = News(granted=[], called=20, older_than_s=1.5)
+    manager.new_step()
+    assert all(found_tokens(manager, name, 32) == 32 for name in ("old", "middle", "young"))
+
+    lender.news_next = News(granted=[], called=20, older_than_s=math.inf)
+    manager.new_step()
+    # All but the guarantee goes, which holds one prompt.
+    assert [found_tokens(manager, name, 32) for name in ("old", "middle", "young")] == [32, 0, 0]
+    manager.check()
+
+
+def test_large_pages_emptied_just_now_are_kept_unless_the_next_checkpoint_is_older():
+    returned = []
+    for older_than_s in (2.0, 4.0):
+        lender = FakeLender()
+        manager = make(lender)
+        lender.time_s = 3.0
+        manager.new_step()
+        run(manager, "cached", 8 * 4)
+        manager.allocate("short", num_tokens=8 * 4)
+        lender.free = []
+        manager.free("short")
+        assert manager._allocator.large_pages.num_empty
+        lender.news_next = News(granted=[], called=2, older_than_s=older_than_s)
+        for _ in range(2):
+            manager.new_step()
+        returned.append(len(lender.returned))
+        manager.check()
+    assert returned == [0, 2]
 
 
 def test_large_pages_that_stay_empty_are_returned_in_time_without_a_call():

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.arena.ranks import KEPT_RANK
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
@@ -408,6 +409,26 @@ def test_what_goes_next_is_what_was_said_to():
         gone += sorted(before - set(arena.kept_points()))
         arena.check()
     assert [text[0] for text in gone] == ["c", "d", "e"]
+
+
+def test_the_checkpoint_whose_last_use_was_told_is_evicted_next():
+    arena = Arena(WINDOWED, policy="lru")
+    assert arena.tree.next_rank() == NOT_QUEUED
+    for text in ("a" * 16, "b" * 16):
+        arena.written(text, 16)
+        arena.tree.history.admit(100)
+
+    first = arena.tree.next_rank()
+    assert arena.tree.next_rank() == first
+    assert len(arena.kept_points()) == 2
+    # One is read, so the other is next, whose pages were left later.
+    arena.tree.admit(hashes("a" * 20), FACTS, hit_tokens=16, asked_tokens=16, computed_bytes=1)
+    assert arena.tree.next_rank() > first
+    arena.tree.evict_one()
+    assert [key[:1] for key in arena.kept_points()] == ["a"]
+    arena.tree.await_point(b"a" * 16, 7)
+    assert arena.tree.next_rank() == NOT_QUEUED
+    arena.check()
 
 
 def test_of_a_checkpoint_that_is_cut_only_the_end_is_said_to_go_next():
