@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tests.vllm_plugin.engine_process import prompts_of, runner_of
@@ -40,15 +41,15 @@ def note_calls(names):
     from jenga.vllm_plugin.layers import attention, gated_delta, latent, mamba
     from jenga_kernels.trial_calls import Call
 
-    modules = {
-        "paged_attention": attention,
-        "latent_attention": latent,
-        "state_scan": mamba,
-        "delta_scan": gated_delta,
-    }
+    modules = {"paged_attention": attention, "latent_attention": latent}
+    steps = {"state_scan": mamba.Recurrence, "delta_scan": gated_delta.DeltaRule}
     made = {}
-    for operation, module in modules.items():
-        original = inspect.unwrap(getattr(module, operation))
+    for operation in [*modules, *steps]:
+        if operation in modules:
+            original = getattr(modules[operation], operation)
+        else:
+            original = steps[operation].operations.scan
+        original = inspect.unwrap(original)
         signature = inspect.signature(original)
 
         def noted(*args, operation=operation, original=original, signature=signature, **kwargs):
@@ -60,7 +61,11 @@ def note_calls(names):
             return original(*args, **kwargs)
 
         noted.__wrapped__ = original
-        setattr(module, operation, noted)
+        if operation in modules:
+            setattr(modules[operation], operation, noted)
+        else:
+            step = steps[operation]
+            step.operations = replace(step.operations, scan=noted)
     return made
 
 
