@@ -67,6 +67,9 @@ SERVED = {
         "Hits of images behind other text (Llama 3.2 Vision)": (
             "test_mllama.py::test_an_image_is_found_again_behind_other_text"
         ),
+        "Image embeddings in the arena": (
+            "test_image_pages.py::test_images_are_encoded_once_and_read_from_pages_of_the_arena"
+        ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
         ),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jenga.vllm_plugin.settings.refusals import Refusal
+from jenga.vllm_plugin.specs import image_rows
 from tests.vllm_plugin.test_switch import run_python
 
 pytestmark = pytest.mark.vllm
@@ -153,11 +154,14 @@ def get_specs(vllm_config, specs):
     from jenga.vllm_plugin.patches.workers import WORKERS
 
     (method,) = (each for each in WORKERS if each.name == "Worker.get_kv_cache_spec")
-    worker = SimpleNamespace(vllm_config=vllm_config)
+    worker = SimpleNamespace(vllm_config=vllm_config, model_runner=None)
     return method.make(lambda self: specs)(worker)  # noqa: ARG005 (as the original's)
 
 
-def test_workers_tell_what_layers_store_where_all_are_served():
+def test_workers_tell_what_layers_store_where_all_are_served(monkeypatch):
+    # There is neither a loaded model nor a whole configuration.
+    monkeypatch.setattr(image_rows, "measured_spec", lambda *_, **__: None)
+    monkeypatch.setattr("jenga.vllm_plugin.config.host_bytes", lambda _: 0)
     layers, specs = {"full": attention(), "encoder": own_layer(stock_backend())}, {"full": "spec"}
 
     assert get_specs(config_of(layers), specs) is specs
