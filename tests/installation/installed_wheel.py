@@ -60,7 +60,7 @@ def make_environment(folder, wheel):
 def run_tests(folder, python, selection):
     """Run tests in a copy of their folder; get the exit code of pytest."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("tests", "perf"):  # which some tests read
+    for name in ("tests", "perf", "docs"):  # which some tests read
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "Makefile"):
         shutil.copy(ROOT / name, folder)
