@@ -5,7 +5,7 @@ import pytest
 from jenga.geometry import check_geometry
 from jenga.models.known import known_model
 from jenga.planning.planner import plan
-from jenga.policies import RequestFacts, policy_of
+from jenga.policies import RequestFacts
 from jenga.policies.base import Image
 from jenga.sim.arenas.baseline_geometries import (
     GEOMETRY_NAMES,
@@ -74,7 +74,7 @@ def test_paged_attention_wastes_what_the_paper_says_on_llama_vision():
 def test_pages_of_each_layer_type_waste_little_on_llama_vision():
     model = known_model("llama-3.2-11b-vision").spec()
     geometry = plan(model)
-    policies = [policy_of(table) for table in geometry.page_tables]
+    policies = [table.policy() for table in geometry.page_tables]
     facts = RequestFacts(prompt_tokens=43, images=(Image(start_token=0, num_tokens=6193),))
     capacity = Capacity(geometry, policies, 0)
 
