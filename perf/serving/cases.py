@@ -14,8 +14,10 @@ from pathlib import Path
 from random import Random
 
 from jenga.sim.arenas.vllm_plan import attention_block_tokens, read_stock_options
+from jenga.sim.batching.arena import ActiveRequest, Chunk
+from jenga.sim.batching.scheduler import CHUNK_TOKENS
 from jenga.sim.batching.step_time import Achieved, StepTime, weights_of
-from jenga.sim.workload.requests import Request
+from jenga.sim.workload.requests import Piece, Request
 from jenga.sim.workload.sources import open_source
 from jenga.spec import ChunkedLocal, FullAttention, ImageEmbedding, ModelSpec, SlidingWindow, State
 from perf.sweeps.sweep_eviction import Setting, setting
@@ -81,6 +83,22 @@ Articles are shorter there, and get more questions.
 
 TEXT_TOKENS = 4000, 60_000
 """Least and largest size of an article in tokens, for any size of the arena."""
+
+AGENT_TOKENS = 60_000
+"""Mean number of prompt tokens in the workload `agents`."""
+
+AGENT_TURNS = 4, 12
+"""Least and largest number of turns in a session of `agents`."""
+
+AGENT_SESSIONS = 36, 160
+"""Least and largest number of sessions in a cell."""
+
+AGENT_ARRIVALS_S = 600.0
+"""Seconds during which sessions arrive, at three times the rate that is served without hits.
+
+A session lasts minutes, because its next turn follows the answer. If all sessions arrived within
+that time, none would have to wait long, even far above the capacity.
+"""
 
 STOCK = "vllm"
 UNLIMITED = "unlimited"
@@ -190,11 +208,13 @@ class Room:
         arena_bytes: Bytes of the arena on one rank.
         token_bytes: Bytes of one token in all full-attention layers.
         text_bytes: Further bytes of a text: the windows and states at its end.
+        prefill_s: Modelled seconds to read a prompt of `AGENT_TOKENS` tokens without hits.
     """
 
     arena_bytes: int
     token_bytes: float
     text_bytes: float
+    prefill_s: float
 
     def texts(self, num_tokens: float) -> float:
         """Return the number of texts of a length that fit."""
@@ -226,7 +246,18 @@ def room_of(one: Setting, budget: float) -> Room:
             case _:
                 msg = f"no layer of {one.model.name!r} may be a {type(layer_type).__name__}"
                 raise ValueError(msg)
-    return Room(int(one.arena_bytes * budget), token_bytes, text_bytes)
+    return Room(int(one.arena_bytes * budget), token_bytes, text_bytes, _prefill_s(one))
+
+
+def _prefill_s(one: Setting) -> float:
+    """Return the modelled seconds of the steps that read a prompt of `AGENT_TOKENS` tokens."""
+    prompt = (Piece("prompt", AGENT_TOKENS),)
+    active = ActiveRequest(Request(name="alone", prompt=prompt, output_tokens=1))
+    clock = clock_of(one)
+    starts = range(0, AGENT_TOKENS, CHUNK_TOKENS)
+    return sum(
+        clock([Chunk(active, start, min(CHUNK_TOKENS, AGENT_TOKENS - start))]) for start in starts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,24 +363,16 @@ def _mixed(draw: Random, room: Room) -> Trace:
     return Trace(text, MOST_REQUESTS)
 
 
-AGENT_TOKENS = 60_000
-"""Mean number of prompt tokens in the workload `agents`."""
-
-AGENT_SESSIONS = 36, 56
-"""Least and largest number of its sessions.
-
-Fewer sessions may stay within the limit even if all arrive at once.
-"""
-
-
 def _agents(draw: Random, room: Room) -> Trace:
     """Sessions of agents. The next turn follows the answer to the turn before."""
-    share = draw.uniform(1.5, 3.0)
     context = min(150_000, room.longest_tokens)
     task = min(80_000, context // 2)
-    num = _count(share * room.texts(min(AGENT_TOKENS, task)), *AGENT_SESSIONS)
+    least, most = AGENT_SESSIONS
+    prompts_s = sum(AGENT_TURNS) / 2 * room.prefill_s
+    num = _count(3 * AGENT_ARRIVALS_S / prompts_s, least, most)
+    turns = "-".join(map(str, AGENT_TURNS))
     text = (
-        f"agents:n={num},turns=4-12,head={draw.choice((4000, 12_000))},"
+        f"agents:n={num},turns={turns},head={draw.choice((4000, 12_000))},"
         f"task_tokens={task // 4}-{task},result_tokens=200-6000,output=50-500,"
         f"think={draw.choice((2, 5))},pause_share=0.06,pause_s=20-90,"
         f"fork_share={draw.choice((0, 0.5))},context_tokens={context}"
