@@ -85,10 +85,23 @@ def test_every_workload_fits_every_arena(model):
                 trace = Cell(model, budget, workload, seed).trace()
                 requests = list(trace.requests(1.0))
 
-                assert 180 <= len(requests) <= 700, trace.text
+                most = 2100 if workload == "agents" else 700
+                assert 180 <= len(requests) <= most, trace.text
                 longest = max(each.prompt_tokens + each.output_tokens for each in requests)
                 held_bytes = longest * room.token_bytes + room.text_bytes
                 assert held_bytes < 0.6 * room.arena_bytes, trace.text
+
+
+@pytest.mark.parametrize("model", ["gemma-3-27b", "falcon-h1-7b", "llama-3.1-8b"])
+def test_sessions_of_agents_arrive_for_minutes_at_three_times_the_rate_without_hits(model):
+    room = room_of(machine(model), 1.0)
+    trace = Cell(model, 1.0, "agents", 0).trace()
+    rate_without_hits = 1 / (8 * room.prefill_s)
+
+    requests = list(trace.requests(3 * rate_without_hits))
+
+    last_s = max(each.arrival_s for each in requests if not each.after)
+    assert 400 < last_s < 900
 
 
 def test_the_same_cell_has_the_same_requests_and_another_seed_others():
