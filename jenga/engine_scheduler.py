@@ -20,6 +20,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from jenga.prefix.eviction_log import Eviction
 from jenga.sim.arenas.jenga_arena import ManagedMemory
 from jenga.sim.arenas.vllm_arena import StockMemory
 from jenga.sim.arenas.vllm_plan import NEVER, attention_specs, plan_stock
@@ -235,6 +236,12 @@ class _SeenMemory:
     def num_evicted(self) -> int:
         return self._memory.num_evicted
 
+    def record_evictions(self) -> None:
+        self._memory.record_evictions()
+
+    def take_evictions(self) -> list[Eviction]:
+        return self._memory.take_evictions()
+
     @property
     def moved_bytes(self) -> MovedBytes:
         return self._memory.moved_bytes
@@ -274,7 +281,7 @@ def make_engine(
         raise ValueError(msg)
     if settings.eviction != (default := Settings().eviction):
         msg = (
-            f"eviction must be {default!r} under vLLM's scheduler, as in every engine, got "
+            f"eviction must be {default!r} under vLLM's scheduler, the default of engines, got "
             f"{settings.eviction!r}"
         )
         raise ValueError(msg)

@@ -19,6 +19,7 @@ from jenga.geometry import Geometry, check_geometry
 from jenga.policies import NEVER, Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoints import ANSWER_TOKENS
+from jenga.prefix.eviction_log import Eviction, EvictionLog
 from jenga.prefix.host_cache import HostReport
 from jenga.prefix.prefetch import STEP_BYTES
 from jenga.prefix.prefix_cache import PrefixCache
@@ -425,6 +426,7 @@ class Manager:
             self._gate.refuse_if_early(request_id, hit, self._step)
             start = self.prefix_cache.hits.prepare_start(hit, facts, num_tokens)
         request = Request(
+            request_id,
             self._num_owners + 1,
             facts,
             len(self._tables),
@@ -722,6 +724,20 @@ class Manager:
         are not recorded.
         """
         return self._changes.take_changes() if self._changes is not None else []
+
+    def record_evictions(self) -> None:
+        """Record lost checkpoints from now on. Call `take_evictions` often then."""
+        if self.prefix_cache.tree.log is None:
+            self.prefix_cache.tree.log = EvictionLog()
+
+    def take_evictions(self) -> list[Eviction]:
+        """Return the checkpoints that were lost since the last call, in order.
+
+        The list is empty before `record_evictions`. Loose pages, which no checkpoint needs, are not
+        in it.
+        """
+        log = self.prefix_cache.tree.log
+        return log.take_evictions() if log is not None else []
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. While requests run, return False and forget nothing."""

@@ -193,7 +193,7 @@ FIXED = "jenga/tables/request.py"
 FIELD_OWNERS = {
     "Request": {
         **dict.fromkeys(("branch_tokens", "checkpoints", "facts", "hit_tokens"), FIXED),
-        **dict.fromkeys(("is_packed", "owner", "pages"), FIXED),
+        **dict.fromkeys(("is_packed", "name", "owner", "pages"), FIXED),
         **dict.fromkeys(("grows_at", "shrinks_at"), TABLES),
         "expected_tokens": ADMISSION,
         **dict.fromkeys(("commits_at", "committed_tokens", "last_step"), MANAGER),

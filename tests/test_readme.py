@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import jenga
+from jenga.eviction.known import EVICTION_POLICIES
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -131,4 +132,9 @@ def test_example_of_an_eviction_policy_runs(capsys):
 
     assert 0 < names["replay"].hit_tokens < names["replay"].prompt_tokens
     assert names["arena"].num_evicted > 0
-    assert capsys.readouterr().out.endswith("of prompt tokens were found\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "MostForItsBytes",
+        *(policy.__name__ for policy in EVICTION_POLICIES.values()),
+    ]
+    assert all(line.endswith("of prompt tokens found") for line in lines)

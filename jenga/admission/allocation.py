@@ -33,6 +33,7 @@ class PageAllocation:
         "_no_needs",
         "_prefetch",
         "_promises",
+        "_tree",
         "borrowed",
         "no_pages",
     )
@@ -61,6 +62,7 @@ class PageAllocation:
         self._in_flight_tokens = in_flight_tokens
         self._host = prefix_cache.host
         self._prefetch = prefix_cache.prefetch
+        self._tree = prefix_cache.tree
         self.borrowed: BorrowedPages | None = None
         # Request id -> the request, and the small pages of each page table that it will still take
         # for its expected tokens. They count until it has slots for those tokens.
@@ -167,7 +169,10 @@ class PageAllocation:
         Raises:
             OutOfPagesError: There are not enough pages. Nothing was changed.
         """
+        log = self._tree.log
         for _ in range(2):
+            if log is not None:
+                log.for_request = request.name
             taken = self._allocator.take(
                 needs,
                 apart,
@@ -176,6 +181,8 @@ class PageAllocation:
                 held=request.pages.small_pages,
                 is_packed=request.is_packed,
             )
+            if log is not None:
+                log.for_request = ""
             if taken is not None:
                 return taken
             self._require_room(request_id, needs, None, reserve_large_pages)
@@ -259,6 +266,8 @@ class PageAllocation:
         needs = self._growth.next_needs(request, num_tokens)
         if needs is None:
             return None
+        if self._tree.log is not None:
+            self._tree.log.for_request = request.name
         taken = [*self.no_pages]
         # Even if the first page tables open large pages, enough are left for the others.
         budget = Budget(slack)
@@ -267,6 +276,8 @@ class PageAllocation:
             pages = small_pages[index]
             beside = pages[-1] if pages else NULL_PAGE
             taken[index] = tables[index].take(1, expected_pages, request.owner, budget, beside)
+        if self._tree.log is not None:
+            self._tree.log.for_request = ""
         self._growth.append_next(request, needs, taken)
         self._eviction_notices.deliver()
         return taken

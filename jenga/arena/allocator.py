@@ -1,10 +1,10 @@
 """Two-level allocation: small pages of every page table out of large pages of one arena.
 
 A large page is *empty*, or held by one page table, which cuts it into its small pages. A held large
-page is *pinned* while one of its small pages is used, else *reclaimable*. A reclaimable large page
+page is *in use* while one of its small pages is used, else *reclaimable*. A reclaimable large page
 has only evictable and empty small pages. It can be emptied and given to any page table.
 
-Small pages that are needed beyond the unused ones in pinned large pages take further large pages. A
+Small pages that are needed beyond the unused ones in large pages in use take further large pages. A
 need can be met exactly if these are no more than the empty and the reclaimable large pages.
 `Allocator.room` answers that without a change.
 
@@ -12,7 +12,8 @@ Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept, and their co
 
 - A large page is opened for one request only if the request is sure to fill it.
 - Otherwise empty small pages are packed, best fit, before anything is opened or evicted.
-- The oldest page is evicted, be it small or large.
+- The oldest page that no checkpoint needs is evicted, be it small or large. After these pages the
+  prefix cache chooses a checkpoint (`jenga.prefix.checkpoint_tree`).
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,8 @@ class LargePages:
             page.
         evictor: Evicts a checkpoint when the lowest rank is `KEPT_RANK` or more. None if no page
             has such a rank.
-        num_evicted: Number of small pages evicted so far, in all page tables.
+        num_evicted: Number of small pages evicted so far, in all page tables, without those that
+            became empty with a checkpoint.
         num_emptied: Number of large pages evicted so far.
         num_certain: Number of large pages that can always be held, without the null page.
         num_empty: Number of large pages that no page table holds, without the null page.

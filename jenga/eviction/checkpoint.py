@@ -32,6 +32,7 @@ class Checkpoint:
         num_children: Number of nodes whose parent this is.
         is_kept: Whether a request can go on from here.
         is_removed: Whether the node was removed from the tree. Requests may still refer to it.
+        left_by: Name of the request that left the checkpoint. Empty if it is not known.
         point: History of this point, if the node is kept, else `NO_POINT`.
         heir_of: Evicted point whose readers will start from here instead, if any.
         segment_bytes: Bytes of the segment.
@@ -52,6 +53,7 @@ class Checkpoint:
         "is_kept",
         "is_removed",
         "key",
+        "left_by",
         "name",
         "num_children",
         "num_tokens",
@@ -68,6 +70,7 @@ class Checkpoint:
         self, key: Hashable, num_tokens: int, end_tokens: int, parent: "Checkpoint | None"
     ) -> None:
         self.key = self.name = key
+        self.left_by = ""
         self.num_tokens = num_tokens
         self.end_tokens = end_tokens
         self.parent = parent

@@ -179,8 +179,9 @@ class LayerPolicy(Protocol):
     ) -> Sequence[int]:
         """Return the place of each page among those of equal time, in tokens.
 
-        The page with the greatest number is evicted first. Pages of the same tokens have the same
-        number in every layer type, so that they are evicted together.
+        In the paper the page with the greatest number is evicted first, and pages of the same
+        tokens have the same number in every layer type. The manager orders the pages of all types
+        in this way itself (`jenga.arena.ranks`), and does not call this.
         """
         ...
 

@@ -3,7 +3,8 @@
 A request can go on from a point of a text only if it finds all that it needs. These are the keys
 and values of the whole prefix, the windows before the point, and the states after it. A part of
 them is worth nothing. Points are therefore kept whole and evicted whole, as checkpoints
-(`jenga.eviction.checkpoint`).
+(`jenga.eviction.checkpoint`). Where a point needs only the keys and values of its prefix, its end
+can be cut off instead. What is left is a checkpoint of a shorter prefix.
 
 Cached pages are of two kinds:
 
@@ -28,6 +29,7 @@ from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
 from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
 from jenga.eviction.policy import EvictionPolicy
 from jenga.policies import NEVER, RequestFacts
+from jenga.prefix.eviction_log import EvictionCause, EvictionLog
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
 from jenga.tables.request import StatePage
@@ -89,7 +91,8 @@ class CheckpointTree:
 
     Attributes:
         history: Points that are remembered, and the time.
-        num_evicted: Number of checkpoints evicted so far.
+        log: Record of the checkpoints that are lost. None, the default, records none.
+        num_evicted: Number of checkpoints evicted whole so far. Cut ends are not counted.
         num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
         align_tokens: Checkpoints are at multiples of this number of tokens.
         ahead_tokens: Number of tokens after a checkpoint that are cached with it.
@@ -121,6 +124,7 @@ class CheckpointTree:
         "align_tokens",
         "awaited",
         "history",
+        "log",
         "num_evicted",
         "num_lost_bytes",
     )
@@ -187,6 +191,7 @@ class CheckpointTree:
         self._protected: Checkpoint | None = None
         self._upcoming: list[Checkpoint] = []
         self._random = Random(0)
+        self.log: EvictionLog | None = None
         self.num_evicted = self.num_lost_bytes = 0
 
     def _cut_size(self, arena_bytes: int) -> int:
@@ -405,8 +410,15 @@ class CheckpointTree:
             and guess.place != NOT_IN_POOL
             and node.num_tokens - guess.num_tokens <= QUESTION_TOKENS
         ):
-            self.history.forget(guess.point)
+            point, num_tokens = guess.point, guess.num_tokens
+            self.history.forget(point)
+            lost_bytes = self.num_lost_bytes
             self._let_go(guess, None)
+            if self.log is not None:
+                freed_bytes = self.num_lost_bytes - lost_bytes
+                self.log.record_loss(
+                    EvictionCause.GUESS, guess, point, num_tokens, freed_bytes=freed_bytes
+                )
 
     def keep_images(self, table: Table, pages: Sequence[int], past: Past) -> None:
         """Keep an encoder's output for images.
@@ -786,10 +798,16 @@ class CheckpointTree:
             table = self._tables[index]
             table.pages.share([page])
             table.forget(page)
-        self.history.forget(node.point)
+        point, lost_bytes = node.point, self.num_lost_bytes
+        self.history.forget(point)
         self._stop_keeping(node, None)
         if node.num_tokens >= next_tokens or not self._lasts(node):
             self._prune(node)
+        if self.log is not None:
+            freed_bytes = self.num_lost_bytes - lost_bytes
+            self.log.record_loss(
+                EvictionCause.MOVED, node, point, node.num_tokens, freed_bytes=freed_bytes
+            )
         return states
 
     def _lasts(self, node: Checkpoint) -> bool:
@@ -867,8 +885,21 @@ class CheckpointTree:
         self._measure(node)
         self._price = self._policy.worth(node, self.history.time)
         self._price_ends = self.history.time + self._price_bytes
+        point, num_tokens, lost_bytes = node.point, node.num_tokens, self.num_lost_bytes
+        cause = EvictionCause.END
         if self.has_alone or not self._cut(node):
+            cause = EvictionCause.CHECKPOINT
             self.evict(node)
+        if self.log is not None:
+            self.log.record_loss(
+                cause,
+                node,
+                point,
+                num_tokens,
+                freed_bytes=self.num_lost_bytes - lost_bytes,
+                worth=self._price,
+                was_awaited=node.name in self.awaited,
+            )
         return True
 
     def _victim(self) -> Checkpoint | None:

@@ -144,7 +144,9 @@ class Checkpoints:
         if is_branch and not is_kept_here and not self.states:
             # The hit had no checkpoint here, and now a second text goes on from it.
             here = tree.keep(node_before, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
-            node_before = here or node_before
+            if here is not None:
+                here.left_by = request.name
+                node_before = here
         request.checkpoints.last_checkpoint = node_before
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
@@ -258,10 +260,14 @@ class Checkpoints:
             if pages:
                 self.num_replaced += 1
                 return pages
+        if self._tree.log is not None:
+            self._tree.log.for_request = request.name
         needs = [0] * len(self._allocator.tables)
         for table in self.states:
             needs[table.index] = 1
         taken = self._allocator.take(needs, needs, owner=request.owner)
+        if self._tree.log is not None:
+            self._tree.log.for_request = ""
         if taken is None:
             return None
         self._eviction_notices.deliver()
@@ -340,7 +346,7 @@ class Checkpoints:
     ) -> Checkpoint | None:
         if request.checkpoints.last_checkpoint is None:
             return None
-        return self._tree.keep(
+        node = self._tree.keep(
             request.checkpoints.last_checkpoint,
             request.prefix_hashes,
             request.facts,
@@ -349,6 +355,9 @@ class Checkpoints:
             request.checkpoints.points_past,
             state_pages=pages,
         )
+        if node is not None:
+            node.left_by = request.name
+        return node
 
     def _enter_missing(self, request: Request, num_tokens: int) -> bool:
         """Enter pages of a request whose content was in another page that has been evicted since.

@@ -43,7 +43,7 @@ class PrefixHit:
         num_tokens: Number of tokens of the prefix.
         asked_tokens: Number of tokens that it could have had.
         branch_tokens: Number of tokens that it would have if windows and states were kept
-            everywhere.
+            everywhere. Evicted keys and values lower it like a text that parts there.
         limit: Index of the page table that allows no longer prefix, or `NO_LIMIT`.
         pages: Small pages of the prefix, for each page table. In page tables that requests write
             over, these are the pages to copy from. Other entries are:
@@ -210,6 +210,7 @@ class Request:
     is changed by one package, which `tests/test_architecture.py` checks.
 
     Attributes:
+        name: Name under which the engine knows it.
         owner: Number under which the allocator knows it as an owner of pages.
         facts: Facts that are known from its arrival on.
         hit_tokens: Number of tokens of the hit it started from.
@@ -242,6 +243,7 @@ class Request:
         "hit_tokens",
         "is_packed",
         "last_step",
+        "name",
         "num_processed_tokens",
         "num_tokens",
         "owner",
@@ -252,6 +254,7 @@ class Request:
 
     def __init__(
         self,
+        name: str,
         owner: int,
         facts: RequestFacts,
         num_tables: int,
@@ -262,12 +265,14 @@ class Request:
         """Create a request with the pages of its hit.
 
         Args:
+            name: Name under which the engine knows it.
             owner: Number under which the allocator knows it as an owner of pages.
             facts: Facts that are known from its arrival on.
             num_tables: Number of page tables.
             start: The hit that it starts from, if any.
             is_packed: Whether it opens no large page that it can do without.
         """
+        self.name = name
         self.owner = owner
         self.facts = facts
         self.hit_tokens = self.branch_tokens = 0

@@ -14,8 +14,10 @@ from hypothesis.stateful import (
 
 from jenga.errors import OutOfPagesError
 from jenga.eviction.known import EVICTION_POLICIES
+from jenga.eviction.points import Kind
 from jenga.manager import Manager
 from jenga.policies import Image
+from jenga.prefix.eviction_log import EvictionCause
 from jenga.spec import CrossAttention, ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
@@ -23,6 +25,7 @@ from tests.machines.test_manager_machine import dump
 from tests.machines.wholeness import assert_checkpoints_are_whole
 
 HASH_TOKENS = 4
+FOR_MEMORY = {EvictionCause.CHECKPOINT, EvictionCause.END}
 IMAGE_TOKENS = {b"cat": 5, b"dog": 8, b"bird": 3, None: 4}
 
 
@@ -52,12 +55,13 @@ class CacheMachine(RuleBasedStateMachine):
             records_changes=True,
             num_host_large_pages=num_host_large_pages,
         )
+        self.manager.record_evictions()
         # By what is said to change, in the arena and in host memory.
         self.found, self.hosted = ([set() for _ in self.geometry.page_tables] for _ in range(2))
         self.engine = EngineModel(self.manager, HASH_TOKENS)
         self.runs = {}
         self.waiting = {}
-        self.num_runs = 0
+        self.num_runs = self.num_evicted = 0
         states = [table.layer_type for table in self.geometry.page_tables if table.is_state]
         self.has_states = bool(states)
         self.draft_tokens = max((state.draft_tokens for state in states), default=0)
@@ -281,6 +285,22 @@ class CacheMachine(RuleBasedStateMachine):
         if self.manager.prefix_cache.host is not None:
             caches = [cache.keys for cache in self.manager.prefix_cache.host._caches]
             assert self.hosted == [{key for key in keys if key is not None} for keys in caches]
+
+    @invariant()
+    def every_lost_checkpoint_is_recorded(self):
+        if not hasattr(self, "manager"):
+            return
+        evictions = self.manager.take_evictions()
+        for each in evictions:
+            is_cut = each.cause == EvictionCause.END
+            assert 0 <= each.kept_tokens <= each.num_tokens - is_cut
+            assert (each.worth is not None) == (each.cause in FOR_MEMORY)
+            assert each.cause in FOR_MEMORY or not each.for_request
+            assert each.kind == Kind.IMAGE or each.left_by
+        whole = sum(each.cause == EvictionCause.CHECKPOINT for each in evictions)
+        num_evicted = self.manager.prefix_cache.tree.num_evicted
+        assert num_evicted - self.num_evicted == whole
+        self.num_evicted = num_evicted
 
     def teardown(self):
         if not hasattr(self, "manager"):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jenga.cli import main
-from jenga.sim.results.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
+from jenga.sim.results.rows import EvictionRow, RequestRow, RunRow, StepRow, SummaryRow, read_rows
 
 SMALL = ["--model", "llama-3.2-1b", "--arena", "40MB", "--quiet"]
 TRACE = ["--trace", "articles:n=3,questions=2,tokens=160,output=4"]
@@ -92,6 +92,28 @@ def test_rows_are_written_once_and_read_where_a_replay_is_asked_again(capsys, tm
     assert sum(isinstance(row, RequestRow) for row in rows) == 2 * 6
     steps = [row for row in rows if isinstance(row, StepRow)]
     assert steps[0].run != steps[-1].run
+
+
+def test_eviction_rows_say_whose_checkpoints_were_lost_for_whom_and_why(capsys, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    trace = "articles:n=6,questions=2,tokens=2000,rate=1"
+    machine = [*SMALL, "--arena", "128MiB", "--trace", trace, "--out", path]
+
+    _, plain = replay(capsys, *machine)
+    without = [row for row in read_rows(path) if isinstance(row, EvictionRow)]
+    _, told = replay(capsys, *machine, "--eviction-rows", "--request-rows")
+
+    rows = list(read_rows(path))
+    names = {row.request for row in rows if isinstance(row, RequestRow)}
+    evictions = [row for row in rows if isinstance(row, EvictionRow)]
+    assert plain.out == told.out
+    assert not without
+    assert evictions
+    for row in evictions:
+        assert {row.left_by, row.for_request} <= names
+        assert row.cause in {"checkpoint", "end"}
+        assert row.kept_tokens < row.num_tokens
+    assert [row.step for row in evictions] == sorted(row.step for row in evictions)
 
 
 def test_progress_is_on_standard_error_and_leaves_nothing(capsys):

@@ -155,3 +155,28 @@ def test_a_file_that_cannot_be_renamed_ends_the_log(manager, tmp_path, warnings)
 
     assert len(warnings) == 1
     assert "is no longer written" in warnings[0]
+
+
+def test_a_step_says_which_checkpoints_were_lost_since_the_one_before(tmp_path):
+    layers = (FullAttention(name="full", layers=(Layer(name="layer", slot_bytes=64),)),)
+    geometry = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(geometry, num_large_pages=8, prefix_caching=True)
+    log = MemoryLog(tmp_path / "log.jsonl", manager)
+    for name in ("first", "second"):
+        keys = [f"{name} {end}".encode() for end in range(5)]
+        manager.new_step()
+        log.step()
+        hit = manager.lookup(keys, max_tokens=79)
+        manager.allocate(name, num_tokens=80, hit=hit)
+        manager.commit(name, keys, 80)
+        manager.free(name)
+
+    log.step()
+
+    _, *steps = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert ["evictions" in step for step in steps] == [False, False, True]
+    evictions = steps[-1]["evictions"]
+    assert {each["left_by"] for each in evictions} == {"first"}
+    assert {each["for_request"] for each in evictions} == {"second"}
+    assert (evictions[0]["cause"], evictions[0]["point"]) == ("checkpoint", "ANSWER_END")
+    assert all(each["kept_tokens"] < each["num_tokens"] for each in evictions)

@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
     [
         ("JENGA_GEOMETRY", "best"),
         ("JENGA_GEOMETERY", "lcm"),
+        ("JENGA_EVICTION", "fifo"),
+        ("JENGA_EVICTION", "no_such_module:Policy"),
         ("JENGA_LEFT_SHARE", "some"),
         ("JENGA_LEFT_SHARE", "1"),
         ("JENGA_LEFT_SHARE", " nan"),

@@ -11,6 +11,7 @@ from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
+from jenga.prefix.eviction_log import Eviction
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.batching.need import Need, encoder_tokens
 from jenga.sim.results.rows import TableBytes
@@ -77,6 +78,14 @@ class ManagedMemory:
     def num_evicted(self) -> int:
         """See `Memory`."""
         return sum(each.num_pages for each in self.manager.cache_report().evictions)
+
+    def record_evictions(self) -> None:
+        """See `Memory`."""
+        self.manager.record_evictions()
+
+    def take_evictions(self) -> list[Eviction]:
+        """See `Memory`."""
+        return self.manager.take_evictions()
 
     @property
     def moved_bytes(self) -> MovedBytes:

@@ -7,6 +7,7 @@ from jenga.errors import OutOfPagesError
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, PageContent
 from jenga.manager import Manager
+from jenga.prefix.eviction_log import Eviction
 from jenga.sim.arenas.baseline_geometries import StaticPartition
 from jenga.sim.arenas.jenga_arena import HASH_TOKENS, bytes_of
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
@@ -60,6 +61,15 @@ class PartitionedArena:
             for manager in self._managers
             for each in manager.cache_report().evictions
         )
+
+    def record_evictions(self) -> None:
+        """See `Memory`."""
+        for manager in self._managers:
+            manager.record_evictions()
+
+    def take_evictions(self) -> list[Eviction]:
+        """See `Memory`."""
+        return [each for manager in self._managers for each in manager.take_evictions()]
 
     @property
     def moved_bytes(self) -> MovedBytes:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jenga.errors import InvariantError
 from jenga.policies import LayerPolicy
+from jenga.prefix.eviction_log import Eviction
 from jenga.sim.arenas.baseline_geometries import GcdPages
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.results.rows import TableBytes
@@ -78,6 +79,13 @@ class ScatteredArena:
     def num_evicted(self) -> int:
         """See `Arena`. Nothing is cached."""
         return 0
+
+    def record_evictions(self) -> None:
+        """See `Memory`. There are no checkpoints."""
+
+    def take_evictions(self) -> list[Eviction]:
+        """See `Memory`. There are no checkpoints."""
+        return []
 
     @property
     def moved_bytes(self) -> MovedBytes:

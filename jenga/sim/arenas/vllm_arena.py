@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from jenga.prefix.eviction_log import Eviction
 from jenga.sim.arenas.vllm_plan import (
     DEFAULT_STOCK,
     NEVER,
@@ -119,6 +120,13 @@ class StockMemory:
     def num_evicted(self) -> int:
         """See `Memory`."""
         return self._evictions.count
+
+    def record_evictions(self) -> None:
+        """See `Memory`. There are no checkpoints."""
+
+    def take_evictions(self) -> list[Eviction]:
+        """See `Memory`. There are no checkpoints."""
+        return []
 
     @property
     def moved_bytes(self) -> MovedBytes:

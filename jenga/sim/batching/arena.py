@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jenga.policies import RequestFacts
+from jenga.prefix.eviction_log import Eviction
 from jenga.sim.results.rows import TableBytes
 from jenga.sim.workload.requests import Request, prefix_hashes
 
@@ -177,6 +178,14 @@ class Memory(Protocol):
     @property
     def num_evicted(self) -> int:
         """Number of cached small pages that were evicted so far."""
+        ...
+
+    def record_evictions(self) -> None:
+        """Record lost checkpoints from now on, if the manager has checkpoints."""
+        ...
+
+    def take_evictions(self) -> list[Eviction]:
+        """Return the checkpoints that were lost since the last call, in order."""
         ...
 
     @property

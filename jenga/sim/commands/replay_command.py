@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
+from jenga.eviction.known import DEFAULT_POLICY
 from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.arenas.by_name import EVICTING
 from jenga.sim.arenas.vllm_plan import StockOptions
@@ -92,7 +93,8 @@ _WASTE_WORDS = (
     '"waste %" is the share of held bytes that the next tokens do not need: the mean over steps in '
     'which a request decodes. "busy %" is the mean over those steps in which at least half as many '
     'requests decode as in the largest decode batch. "of bytes %" is the same share of the bytes '
-    "summed over all steps in which a request decodes."
+    'summed over all steps in which a request decodes. "evicted" is the number of cached small '
+    "pages that were lost."
 )
 
 _EXIT_REFUSED = 2
@@ -196,6 +198,7 @@ def _settings(
         every=options.every,
         check_every=options.check,
         keep_requests=options.request_rows,
+        keep_evictions=options.eviction_rows,
         with_bounds=options.bounds,
         details=(*details.items(), ("seconds", machine.seconds)),
     )
@@ -398,7 +401,8 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
     timed = ["model", "manager", "decode batch", "steps"]
     timed += ["seconds", "requests/s", "tokens/s", "TTFT p50", "TPOT p50"]
     memory, speed = [counted], [timed]
-    has_orders = len({each.row.eviction for each in found if each.row.eviction}) > 1
+    policies = {each.row.eviction for each in found if each.row.eviction}
+    has_orders = bool(policies - {DEFAULT_POLICY}) or len(policies) > 1
     for each in found:
         row, summary = each.row, each.summary
         manager = f"{row.manager} {row.eviction}".strip() if has_orders else row.manager

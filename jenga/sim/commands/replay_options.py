@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jenga.admission.reserve import LEFT_SHARE
-from jenga.eviction.known import EVICTION_POLICIES
+from jenga.eviction.known import EVICTION_POLICIES, policy_by_name
 from jenga.sim.arenas.by_name import MANAGER_NAMES
 from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions, read_stock_options
 from jenga.sim.batching.measured import RESULTS
@@ -96,6 +96,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--request-rows", action="store_true", help="also write a row for every request"
     )
     rows.add_argument(
+        "--eviction-rows",
+        action="store_true",
+        help="also write a row for every checkpoint that is lost: whose, for whom and why",
+    )
+    rows.add_argument(
         "--check",
         type=int,
         default=0,
@@ -123,10 +128,11 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument(
         "--eviction",
         nargs="+",
-        choices=tuple(EVICTION_POLICIES),
+        type=_eviction_policy,
+        metavar="POLICY",
         default=[Settings().eviction],
-        help="eviction policy of Jenga's manager; several are compared "
-        f"(default: {Settings().eviction})",
+        help=f"eviction policy of Jenga's manager: {', '.join(EVICTION_POLICIES)}, or module:Class "
+        f"for one of your own; several are compared (default: {Settings().eviction})",
     )
     group.add_argument(
         "--left-share",
@@ -300,6 +306,14 @@ def _rate(text: str) -> float:
         return float(parse_bytes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _eviction_policy(text: str) -> str:
+    try:
+        policy_by_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _left_share(text: str) -> float:

@@ -25,8 +25,8 @@ def write_records(
     Args:
         path: The file.
         records: Records with values for some columns. Values of a dataclass type are mappings.
-        columns: Column -> type of its values: `str`, `int`, `float`, `float | None`, a dataclass of
-            those, or a dictionary from strings to such a dataclass or to anything.
+        columns: Column -> type of its values: `str`, `bool`, `int`, `float`, `float | None`, a
+            dataclass of those, or a dictionary from strings to such a dataclass or to anything.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
@@ -121,6 +121,8 @@ def _type(arrow: Any, hint: Any) -> Any:  # noqa: ANN401  pyarrow ships no types
     """Return the Arrow type of a column."""
     if hint is str or _is_json(hint):
         return arrow.string()
+    if hint is bool:
+        return arrow.bool_()
     if hint is int:
         return arrow.int64()
     if hint in (float, float | None):

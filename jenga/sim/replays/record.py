@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jenga.sim.batching.arena import ActiveRequest
 from jenga.sim.replays.replay import Replay, Step
 from jenga.sim.results.quantiles import Quantiles
-from jenga.sim.results.rows import RequestRow, Row, StepRow, SummaryRow
+from jenga.sim.results.rows import EvictionRow, RequestRow, Row, StepRow, SummaryRow
 
 SAMPLED_EVERY = 16
 """Steps between two counts of the arena's bytes. One count costs as much as several steps."""
@@ -21,12 +21,14 @@ class Recording:
         every: Steps between two step rows. These steps are also the sample for waste.
         check_every: Steps between two checks of the manager's records. 0 for no checks.
         keep_requests: Whether each request gets a row.
+        keep_evictions: Whether each lost checkpoint gets a row.
     """
 
     run: str
     every: int = SAMPLED_EVERY
     check_every: int = 0
     keep_requests: bool = False
+    keep_evictions: bool = False
 
 
 class Recorder:
@@ -69,8 +71,13 @@ class Recorder:
             on_step: Called in each step, after all rows up to it were taken.
         """
         every, check_every = self._recording.every, self._recording.check_every
+        keeps_evictions = self._recording.keep_evictions
+        if keeps_evictions:
+            replay.arena.record_evictions()
         for step in replay:
             yield from self._request_rows()
+            if keeps_evictions:
+                yield from self._eviction_rows(replay, step)
             if step.num_decoding:
                 self._num_decode_steps += 1
                 self._num_decoding += step.num_decoding
@@ -144,6 +151,24 @@ class Recorder:
                 refused=active.refusal,
             )
         self._ended.clear()
+
+    def _eviction_rows(self, replay: Replay, step: Step) -> Iterator[EvictionRow]:
+        for each in replay.arena.take_evictions():
+            yield EvictionRow(
+                run=self._recording.run,
+                step=step.number,
+                time_s=step.time_s,
+                cause=each.cause,
+                left_by=each.left_by,
+                for_request=each.for_request,
+                point=each.kind.name,
+                past=each.past.name,
+                num_tokens=each.num_tokens,
+                kept_tokens=each.kept_tokens,
+                freed_bytes=each.freed_bytes,
+                worth=each.worth,
+                was_awaited=each.was_awaited,
+            )
 
     def _summary(self, replay: Replay) -> SummaryRow:
         seconds = replay.time_s - (self._first_arrival_s or 0.0)

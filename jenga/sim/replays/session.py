@@ -3,12 +3,15 @@
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+import jenga
 from jenga.admission.reserve import default_left_share
 from jenga.errors import InvariantError
-from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
+from jenga.eviction.known import DEFAULT_POLICY, policy_by_name, source_of
 from jenga.sim.arenas.by_name import EVICTING, HOSTING, make_arena
 from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions
 from jenga.sim.batching.arena import NOTHING_MOVED, Arena, Memory, MovedBytes
@@ -54,7 +57,8 @@ class Settings:
     """Settings of a replay: how requests are scheduled, and what is written.
 
     Attributes:
-        eviction: Name in `EVICTION_POLICIES`. Only our manager has a choice.
+        eviction: Name of an eviction policy (`jenga.eviction.known.policy_by_name`). Only our
+            manager has a choice.
         left_share: Largest share of the arena, 0 to 1, that admissions leave to cached content that
             waiting requests will read. Only for our manager. None for its default.
         prefix_caching: Whether pages are kept for later requests.
@@ -70,6 +74,7 @@ class Settings:
         every: Steps between two step rows.
         check_every: Steps between two checks of the manager's records. 0 for no checks.
         keep_requests: Whether each request gets a row.
+        keep_evictions: Whether each lost checkpoint gets a row.
         with_bounds: Whether the run's row has the bounds of `jenga.sim.replays.bounds`.
         details: Further options, which are written to the run's row and not read.
     """
@@ -88,6 +93,7 @@ class Settings:
     every: int = SAMPLED_EVERY
     check_every: int = 0
     keep_requests: bool = False
+    keep_evictions: bool = False
     with_bounds: bool = False
     details: tuple[tuple[str, str], ...] = ()
 
@@ -185,8 +191,9 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         "async_scheduling": settings.is_asynchronous,
         "every": settings.every,
         "request_rows": settings.keep_requests,
+        **({"eviction_rows": True} if settings.keep_evictions else {}),
         "bounds": settings.with_bounds,
-        **({"left_share": _left_share(manager, settings)} if manager in EVICTING else {}),
+        **(_policy_options(manager, settings) if manager in EVICTING else {}),
         **(_host_options(settings) if manager in HOSTING else {}),
         **({"stock": settings.stock.text} if manager == "vllm" and settings.stock.text else {}),
         **({"scheduler": "vllm"} if settings.engine is not None else {}),
@@ -210,6 +217,14 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
     )
     digest = blake2b(row_line(row).encode() + trace.digest, digest_size=_ID_BYTES).hexdigest()
     return replace(row, run=digest)
+
+
+def _policy_options(manager: str, settings: Settings) -> dict[str, object]:
+    options: dict[str, object] = {"left_share": _left_share(manager, settings)}
+    if source := source_of(settings.eviction):
+        digest = blake2b(source.encode(), digest_size=_ID_BYTES)
+        options["eviction_source"] = digest.hexdigest()
+    return options
 
 
 def _left_share(manager: str, settings: Settings) -> float:
@@ -262,6 +277,7 @@ class Running:
                 every=settings.every,
                 check_every=settings.check_every,
                 keep_requests=settings.keep_requests,
+                keep_evictions=settings.keep_evictions,
             )
         )
 
@@ -360,7 +376,7 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
         machine.model,
         machine.arena_bytes,
         prefix_caching=settings.prefix_caching,
-        eviction_policy=EVICTION_POLICIES[settings.eviction],
+        eviction_policy=policy_by_name(settings.eviction),
         left_share=settings.left_share,
         step_tokens=step_tokens_of(machine.clock),
         chunk_tokens=settings.chunk_tokens,
@@ -378,11 +394,21 @@ def _clock(
     return HostedTime(machine.clock, arena, settings.host_bytes_per_s, moved_bytes=moved_bytes)
 
 
+@cache
 def _version() -> str:
+    """Return the version of this package, and a digest of its code.
+
+    Rows of another code are not this code's, even if the version is the same.
+    """
     try:
-        return version("jenga-kv")
+        number = version("jenga-kv")
     except PackageNotFoundError:
-        return ""
+        number = ""
+    digest = blake2b(digest_size=_ID_BYTES)
+    root = Path(jenga.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return f"{number}+{digest.hexdigest()}"
 
 
 def outcome_of(rows: Iterable[Row]) -> Outcome:

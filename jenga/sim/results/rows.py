@@ -32,7 +32,7 @@ class RunRow:
         trace: Source of the requests.
         num_requests: Number of requests that were replayed.
         options: All other settings that change the outcome.
-        jenga_version: Version of this package.
+        jenga_version: Version of this package, and a digest of its code.
     """
 
     kind: ClassVar[str] = "run"
@@ -130,6 +130,43 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionRow:
+    """The loss of one checkpoint, or of its end. See `jenga.prefix.eviction_log`.
+
+    Attributes:
+        run: Name of the run, which all rows of a replay have.
+        step: Number of the step, from 1.
+        time_s: Modelled time at which the step begins, in seconds.
+        cause: Reason: `checkpoint`, `end`, `guess` or `moved`.
+        left_by: Name of the request that left the checkpoint. Empty for images.
+        for_request: Name of the request that needed the memory. Empty if none did.
+        point: Place of the checkpoint in its text, such as `PROMPT_END`.
+        past: Knowledge about its readers, such as `NEW_TEXT`.
+        num_tokens: Number of tokens of its prefix.
+        kept_tokens: Number of these tokens that a request can still start from.
+        freed_bytes: Bytes of the pages that became empty.
+        worth: Worth by the eviction policy. None if nothing was compared.
+        was_awaited: Whether a request in the wait queue would have read it.
+    """
+
+    kind: ClassVar[str] = "eviction"
+
+    run: str
+    step: int
+    time_s: float
+    cause: str
+    left_by: str
+    for_request: str
+    point: str
+    past: str
+    num_tokens: int
+    kept_tokens: int
+    freed_bytes: int
+    worth: float | None
+    was_awaited: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """A distribution of modelled seconds."""
 
@@ -199,19 +236,19 @@ class SummaryRow:
     e2e_s: Spread = field(default_factory=Spread)
 
 
-_LEAST = {"first_token_s": -1, "finished_s": -1}
-"""Least values of fields that may be negative. A refused request has neither time."""
-
 _MOST = (1 << 63) - 1
 """Largest number in a row: the largest integer that Parquet holds."""
+
+_LEAST = {"first_token_s": -1, "finished_s": -1, "worth": -_MOST}
+"""Least values of fields that may be negative. A refused request has neither time."""
 
 _SHOWN = 80
 """Most characters of a wrong value that an error shows."""
 
-Row = RunRow | StepRow | RequestRow | SummaryRow
+Row = RunRow | StepRow | RequestRow | EvictionRow | SummaryRow
 
 ROW_KINDS: dict[str, type[Row]] = {
-    kind.kind: kind for kind in (RunRow, StepRow, RequestRow, SummaryRow)
+    kind.kind: kind for kind in (RunRow, StepRow, RequestRow, EvictionRow, SummaryRow)
 }
 """Kinds of rows by name."""
 
@@ -335,9 +372,9 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
             return None
         (hint,) = set(get_args(hint)) - {NoneType}
     accepted = (int, float) if hint is float else get_origin(hint) or hint
-    if isinstance(value, bool) or not isinstance(value, accepted):
+    if isinstance(value, bool) != (hint is bool) or not isinstance(value, accepted):
         msg = f"{where}: {name} must be of type {hint}, got {_shown(value)}"
-        raise ValueError(msg)  # noqa: TRY004  the file is wrong, not the call
+        raise ValueError(msg)
     if isinstance(value, int | float):
         least = _LEAST.get(name, 0)
         if not least <= value <= _MOST:

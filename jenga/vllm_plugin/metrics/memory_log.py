@@ -23,6 +23,7 @@ from jenga.vllm_plugin.settings.environment import MEMORY_LOG_VARIABLE, Settings
 if TYPE_CHECKING:
     from jenga.geometry import Geometry
     from jenga.manager import Manager
+    from jenga.prefix.eviction_log import Eviction
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -102,8 +103,9 @@ class MemoryLog:
 
     The first line describes the geometry. Each later line is a step: its number, the number of
     tokens for which each request has slots, and the memory report in bytes. With host memory, it
-    also has the content of host memory and the bytes copied there and back since start-up. The file
-    is closed when the log is destroyed.
+    also has the content of host memory and the bytes copied there and back since start-up. If
+    checkpoints were lost since the line before, it says which ones, for which requests and why
+    (`jenga.prefix.eviction_log`). The file is closed when the log is destroyed.
     """
 
     def __init__(self, path: Path, manager: "Manager", *, max_bytes: int = 0) -> None:
@@ -123,14 +125,19 @@ class MemoryLog:
         finalize(self, self._file.close)
         self._manager = manager
         self._num_steps = 0
+        manager.record_evictions()
 
     def step(self) -> None:
         """Write the line of a step that begins now."""
         tokens = self._manager.request_tokens()
         report = asdict(self._manager.memory())
-        record = {"step": self._num_steps, "tokens": tokens, "memory": report}
+        record: dict[str, Any] = {"step": self._num_steps, "tokens": tokens, "memory": report}
         host = self._manager.host_report()
-        self._file.write(json.dumps(record if host is None else record | {"host": asdict(host)}))
+        if host is not None:
+            record["host"] = asdict(host)
+        if evictions := self._manager.take_evictions():
+            record["evictions"] = list(map(_describe_eviction, evictions))
+        self._file.write(json.dumps(record))
         self._num_steps += 1
 
 
@@ -159,6 +166,21 @@ def open_memory_log(manager: "Manager", *, data_parallel_index: int = 0) -> Memo
             reason = str(error)
     logger.warning("%s=%r cannot be written: %s", MEMORY_LOG_VARIABLE, str(path), reason)
     return None
+
+
+def _describe_eviction(eviction: "Eviction") -> dict[str, Any]:
+    return {
+        "cause": eviction.cause.value,
+        "left_by": eviction.left_by,
+        "for_request": eviction.for_request,
+        "point": eviction.kind.name,
+        "past": eviction.past.name,
+        "num_tokens": eviction.num_tokens,
+        "kept_tokens": eviction.kept_tokens,
+        "freed_bytes": eviction.freed_bytes,
+        "worth": eviction.worth,
+        "was_awaited": eviction.was_awaited,
+    }
 
 
 def _describe(geometry: "Geometry") -> dict[str, Any]:

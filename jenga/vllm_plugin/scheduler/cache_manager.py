@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from jenga.errors import NotLoadedError, OutOfPagesError
+from jenga.eviction.known import policy_by_name
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.state_keeper import StateKeeper
@@ -157,12 +158,14 @@ class JengaKVCacheManager:
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         hash_tokens = hash_block_size if enable_caching else TOKENS_PER_PAGE
         membership = kv_cache_config.shared_arena
+        settings = read_settings(os.environ)
         self.manager = Manager(
             geometry_of(kv_cache_config),
             num_large_pages=kv_cache_config.num_blocks,
             prefix_caching=enable_caching,
             hash_tokens=hash_tokens,
-            left_share=read_settings(os.environ).left_share,
+            eviction_policy=policy_by_name(settings.eviction)(),
+            left_share=settings.left_share,
             step_tokens=kv_cache_config.step_tokens,
             # The default is vLLM's. Its scheduler always passes a value.
             in_flight_tokens=max_in_flight_tokens or max_model_len,

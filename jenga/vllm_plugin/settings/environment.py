@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from jenga.eviction.known import DEFAULT_POLICY, policy_by_name
+
 BACKEND_NAME = "JENGA_TRITON"
 """Name of the attention backend, in vLLM's upper-case form."""
 
@@ -18,6 +20,7 @@ MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
 _MEMORY_LOG_BYTES_VARIABLE = "JENGA_MEMORY_LOG_BYTES"
 _CACHE_VARIABLE = "JENGA_CACHE"
 _LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
+_EVICTION_VARIABLE = "JENGA_EVICTION"
 _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
 _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
@@ -33,6 +36,7 @@ _KNOWN_VARIABLES = frozenset(
         _MEMORY_LOG_BYTES_VARIABLE,
         _CACHE_VARIABLE,
         _LEFT_SHARE_VARIABLE,
+        _EVICTION_VARIABLE,
         _SPECIALIZED_VARIABLE,
         _SPECIALIZED_LATENTS_VARIABLE,
         _SPECIALIZED_SCANS_VARIABLE,
@@ -56,6 +60,7 @@ class Settings:
         geometry: Rule that cuts the arena, one of `GEOMETRIES`.
         memory_log: File to append one JSON line per scheduler step to. None means no log.
         memory_log_bytes: Size of that file in bytes at which it is rotated. 0 means no limit.
+        eviction: Name of the eviction policy, as `jenga.eviction.known.policy_by_name` takes it.
         left_share: Largest share of the arena, 0 to 1, that an admission leaves to cached content.
             None means the manager's default.
         has_specialized_prefill: Whether prompts use the warp-specialised attention kernel for
@@ -74,6 +79,7 @@ class Settings:
     geometry: str
     memory_log: Path | None
     memory_log_bytes: int
+    eviction: str
     left_share: float | None
     has_specialized_prefill: bool | None
     has_specialized_latents: bool | None
@@ -131,6 +137,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         geometry=geometry,
         memory_log=Path(memory_log) if memory_log else None,
         memory_log_bytes=_number(environ, _MEMORY_LOG_BYTES_VARIABLE, "bytes, 0 for no limit"),
+        eviction=_eviction(environ),
         left_share=_left_share(environ),
         has_specialized_prefill=_switch(environ, _SPECIALIZED_VARIABLE),
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
@@ -178,6 +185,16 @@ def _switch(environ: Mapping[str, str], name: str) -> bool | None:
         msg = f"{name}={environ[name]!r}: expected 0 or 1"
         raise ValueError(msg)
     return text == "1" if text else None
+
+
+def _eviction(environ: Mapping[str, str]) -> str:
+    name = _value(environ, _EVICTION_VARIABLE) or DEFAULT_POLICY
+    try:
+        policy_by_name(name)
+    except ValueError as error:
+        msg = f"{_EVICTION_VARIABLE}={environ[_EVICTION_VARIABLE]!r}: {error}"
+        raise ValueError(msg) from error
+    return name
 
 
 def _left_share(environ: Mapping[str, str]) -> float | None:

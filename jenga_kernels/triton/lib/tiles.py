@@ -1,7 +1,7 @@
 """Tile sizes, warps and stages by shape and machine.
 
 Shapes decide, never model names. The sizes for GPUs are those that compile without spills
-(tests/kernels/test_compiled.py). Those for the interpreter are large, because its cost is per
+(tests/kernels/test_compiled_attention.py). Those for the interpreter are large, because its cost is per
 operation and hardly per element.
 """
 
