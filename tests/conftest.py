@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import processor
@@ -48,3 +49,17 @@ elif not HAS_GPU:
 def pytest_report_header():
     """Say what the results of this run may depend on."""
     return processor.report()
+
+
+class _EndAtFilesThatCannotBeImported:
+    """Ends a run with several workers before its first test. pytest-xdist would go on for long."""
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            pytest.exit(f"{report.nodeid} cannot be collected:\n{report.longrepr}", returncode=2)
+
+
+def pytest_configure(config):
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("dist", "no") != "no" and not is_worker:
+        config.pluginmanager.register(_EndAtFilesThatCannotBeImported())
