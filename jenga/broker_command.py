@@ -80,7 +80,7 @@ def _start(options: argparse.Namespace) -> int:
             raise ValueError(msg)
         folder.create(large_page_bytes=large_page_bytes, num_pages=num_pages)
     server = Server(folder)
-    # A service manager ends a broker by this signal. A shell lets background programs ignore Ctrl-C.
+    # Service managers end a program by this signal. Programs of a script may ignore Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"jenga broker: lends {_arena_text(server.broker.books)} in {folder.path}", flush=True)
     try:
