@@ -11,7 +11,7 @@ are done for the first call of a signature, and later calls only launch.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 import triton
 
 from jenga_kernels.checks.tensors import ALIGNMENT_BYTES
+from jenga_kernels.triton.lib.groups import groups_of
 from jenga_kernels.triton.lib.tiles import has_kernels
 
 P = ParamSpec("P")
@@ -38,7 +39,8 @@ class Launch:
     Attributes:
         kernel: The kernel.
         grid: Numbers of programs, in up to three dimensions.
-        constants: Arguments that follow from the signature, and options.
+        constants: Arguments that follow from the signature, and options. A group of which all
+            fields are constants is added to them.
         descriptors: Pairs of names: a TMA descriptor among the constants, and the argument of the
             tensor that it describes.
     """
@@ -47,6 +49,15 @@ class Launch:
     grid: tuple[int, ...]
     constants: dict[str, object]
     descriptors: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Fill the groups of constants once, and not in each call."""
+        filled = {
+            name: group(*[self.constants[field] for field in group._fields])
+            for name, group in groups_of(self.kernel).items()
+            if all(field in self.constants for field in group._fields)
+        }
+        object.__setattr__(self, "constants", self.constants | filled)
 
     def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
         """Combine the constants with these tensors. The kernel may not take all of them."""
@@ -78,7 +89,7 @@ class Call:
         self.facts: Any = None
         self.launches: list[Launch] | None = None
         self._has_kernels = has_kernels
-        self._compiled: dict[int, tuple[Any, tuple[str, ...]]] = {}
+        self._compiled: dict[int, tuple[Any, Sequence[str | tuple[str, ...]]]] = {}
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Launch all kernels with these tensors. Arguments that a kernel lacks are left out."""
@@ -93,13 +104,23 @@ class Call:
         known = self._compiled.get(id(kernel))
         if known is not None:
             compiled, names = known
-            compiled[(*grid, 1, 1)](*[arguments[name] for name in names])
+            given = [
+                arguments[name]
+                if name.__class__ is str
+                else tuple([arguments[field] for field in name])
+                for name in names
+            ]
+            compiled[(*grid, 1, 1)](*given)
             return
-        compiled = kernel[grid](**taken_by(kernel, arguments))
-        names = tuple(kernel.arg_names)
+        given = taken_by(kernel, arguments)
+        compiled = kernel[grid](**given)
         # Only a loaded kernel can be launched again. The interpreter compiles nothing.
         is_loaded = getattr(compiled, "module", None) is not None
-        if is_loaded and all(name in arguments for name in names):
+        if is_loaded and all(name in given for name in kernel.arg_names):
+            groups = groups_of(kernel)
+            names = [
+                name if name in arguments else groups[name]._fields for name in kernel.arg_names
+            ]
             self._compiled[id(kernel)] = (compiled, names)
 
 
@@ -185,7 +206,7 @@ def launch(
         arguments: Arguments of the kernel, and options.
     """
     if has_kernels(device):
-        kernel[grid](**arguments)
+        kernel[grid](**taken_by(kernel, arguments))
 
 
 def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN401 - Gluon's, or None
@@ -201,6 +222,14 @@ def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN40
 
 
 def taken_by(kernel: triton.JITFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that a kernel takes, and the options of launches."""
+    """Return the arguments that a kernel takes, put into its groups, and the options of launches.
+
+    Raises:
+        KeyError: If a field of a group is not among the arguments.
+    """
     names = {*kernel.arg_names, *OPTIONS}
-    return {name: value for name, value in arguments.items() if name in names}
+    given = {name: value for name, value in arguments.items() if name in names}
+    for name, group in groups_of(kernel).items():
+        if name not in given:
+            given[name] = group(*[arguments[field] for field in group._fields])
+    return given
