@@ -2,19 +2,17 @@
 # Pyright does not understand the layouts and loops of Gluon.
 """The prefill kernel of attention for Hopper, with warps that load and warps that compute.
 
-One warp loads keys and values by TMA, box by box through the page table. For float8 pages there are
-four such warps, which also convert loaded elements. Two groups of four warps have half of a tile of
-rows each and multiply. While the tensor cores multiply the weights of one tile of keys with its
-values, the softmax of the next tile and that of the other group run. The kernel is written in
-Gluon, which has no interpreter. `attention.prefill` does the same in Triton.
+One warp loads keys and values by TMA, box by box through the page table. Two groups of four warps
+have half of a tile of rows each and multiply. While the tensor cores multiply the weights of one
+tile of keys with its values, the softmax of the next tile and that of the other group run. The
+kernel is written in Gluon, which has no interpreter. `attention.prefill` does the same in Triton.
 
 The warps share a ring of tiles, `ring`:
 
 - keys, then values;
 - barriers for ready keys, for free places of keys, and the same for values; one more barrier of
   ready values is for loaded values that must still be zeroed;
-- barriers of the groups' turns;
-- barriers for keys and values that are loaded and must be converted.
+- barriers of the groups' turns.
 
 They also share row tiles, `rows`:
 
@@ -34,7 +32,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jenga_kernels.triton.attention.hopper.load import (
     BOX_DIM,
     BOX_LAYOUT,
-    BYTE_BOX_LAYOUT,
     ROWS_LAYOUT,
     TILE_LAYOUT,
     load_tiles,
@@ -60,8 +57,6 @@ def attention_prefill_hopper_kernel(
     row_tile_indices_ptr,  # i32[max_row_tiles]
     sinks_ptr,  # [num_heads] or None
     alibi_slopes_ptr,  # f32[num_heads] or None
-    k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
-    v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
     spans_ptr,  # i32[num_tokens, 2] or None
     # Scalars
     scale,
@@ -82,7 +77,6 @@ def attention_prefill_hopper_kernel(
     HEAD_DIM: gl.constexpr,
     PAGE_TOKENS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
-    IS_PER_HEAD_SCALE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -96,9 +90,6 @@ def attention_prefill_hopper_kernel(
     each while the other's products run.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    IS_CONVERTED: gl.constexpr = k_descriptor.dtype != dtype
-    LOADING_WARPS: gl.constexpr = 4 if IS_CONVERTED else 1
-    REGISTERS: gl.constexpr = 216 if IS_CONVERTED else 232
     NUM_Q: gl.constexpr = 1 if q_descriptor is None else 2
     q = gl.allocate_shared_memory(dtype, [2 * NUM_Q, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
@@ -108,14 +99,6 @@ def attention_prefill_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
     v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
     v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-    k_landed = k_free
-    v_landed = v_free
-    if IS_CONVERTED:
-        k_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        v_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        for stage in gl.static_range(NUM_STAGES):
-            mbarrier.init(k_landed.index(stage), count=1)
-            mbarrier.init(v_landed.index(stage), count=1)
     items = gl.allocate_shared_memory(gl.int32, [2, ITEM_NUMBERS], ITEM_LAYOUT)
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
@@ -135,7 +118,7 @@ def attention_prefill_hopper_kernel(
         mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
 
-    ring = (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, k_landed, v_landed)
+    ring = (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns)
     gl.warp_specialize(
         [
             (
@@ -148,8 +131,6 @@ def attention_prefill_hopper_kernel(
                     alibi_slopes_ptr,
                     spans_ptr,
                     (scale, soft_cap, window_tokens, chunk_tokens),
-                    k_scale_ptr,
-                    v_scale_ptr,
                     stride_q_token,
                     stride_q_head,
                     (q, items, item_ready, item_free, q_descriptor),
@@ -162,7 +143,6 @@ def attention_prefill_hopper_kernel(
                     BLOCK_D,
                     NUM_STAGES,
                     TAKES_TURNS,
-                    IS_PER_HEAD_SCALE,
                     0,
                 ),
             ),
@@ -176,8 +156,6 @@ def attention_prefill_hopper_kernel(
                     alibi_slopes_ptr,
                     spans_ptr,
                     (scale, soft_cap, window_tokens, chunk_tokens),
-                    k_scale_ptr,
-                    v_scale_ptr,
                     stride_q_token,
                     stride_q_head,
                     (q, items, item_ready, item_free, q_descriptor),
@@ -190,7 +168,6 @@ def attention_prefill_hopper_kernel(
                     BLOCK_D,
                     NUM_STAGES,
                     TAKES_TURNS,
-                    IS_PER_HEAD_SCALE,
                     1,
                 ),
             ),
@@ -223,12 +200,11 @@ def attention_prefill_hopper_kernel(
                     BLOCK_T,
                     BLOCK_D,
                     NUM_STAGES,
-                    IS_CONVERTED,
                 ),
             ),
         ],
-        [4, LOADING_WARPS],
-        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; those of the three groups are 504
+        [4, 1],
+        [232, 40],  # of a thread; those of the three groups are 504
     )
 
 
@@ -236,7 +212,7 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
     """Make the TMA descriptor for boxes of rows of one head of a page.
 
     Args:
-        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 or 8 bits an
+        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 bits an
             element; any strides that are multiples of 16 bytes, last dimension contiguous.
         block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
     """
@@ -246,8 +222,7 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
         for size, stride in zip(pages.shape, pages.stride(), strict=True)
     ]
     block = [1, block_tokens, 1, BOX_DIM.value]
-    layout = BYTE_BOX_LAYOUT if pages.element_size() == 1 else BOX_LAYOUT
-    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, layout)
+    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, BOX_LAYOUT)
 
 
 def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:

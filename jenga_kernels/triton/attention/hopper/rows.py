@@ -34,8 +34,6 @@ def attend_rows(
     alibi_slopes_ptr,
     spans_ptr,
     scoring,  # scale, soft_cap, window_tokens, chunk_tokens
-    k_scale_ptr,
-    v_scale_ptr,
     stride_q_token,
     stride_q_head,
     rows,
@@ -48,7 +46,6 @@ def attend_rows(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
-    IS_PER_HEAD_SCALE: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Compute rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
@@ -66,8 +63,6 @@ def attend_rows(
             done,
             num_begun,
             scoring,
-            k_scale_ptr,
-            v_scale_ptr,
             stride_q_token,
             stride_q_head,
             rows,
@@ -80,7 +75,6 @@ def attend_rows(
             BLOCK_D,
             NUM_STAGES,
             TAKES_TURNS,
-            IS_PER_HEAD_SCALE,
             GROUP_INDEX,
         )
         num_begun += 1
@@ -107,8 +101,6 @@ def _attend_row_tile(
     done,  # number of key tiles that came before in the ring
     num_begun,  # number of row tiles that came before
     scoring,
-    k_scale_ptr,
-    v_scale_ptr,
     stride_q_token,
     stride_q_head,
     rows,
@@ -121,7 +113,6 @@ def _attend_row_tile(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
-    IS_PER_HEAD_SCALE: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Loop over the key tiles of a row tile, and return their number."""
@@ -134,15 +125,12 @@ def _attend_row_tile(
         [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
     )
     copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
-    scale, soft_cap, window_tokens, chunk_tokens = scoring
+    _, _, window_tokens, chunk_tokens = scoring
     q_tiles, items, _, item_free, q_descriptor = rows
     place = num_begun % 2
     _, kv_head, row_start, query_start, query_len, seq_len, tiles_start, num_tiles = said(
         items, place
     )
-    if k_scale_ptr is not None:
-        scale *= gl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
-        scoring = (scale, soft_cap, window_tokens, chunk_tokens)
     row_start += GROUP_INDEX * GROUP_ROWS
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, copy_layout))
     if q_descriptor is None:
@@ -176,7 +164,7 @@ def _attend_row_tile(
     first_full = gl.maximum(first_full, 1)
     end_full = gl.maximum(gl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
 
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
     first_stage = done % NUM_STAGES
     mbarrier.wait(k_ready.index(first_stage), (done // NUM_STAGES) & 1)
     if TAKES_TURNS:
@@ -260,8 +248,6 @@ def _attend_row_tile(
         lse_ptrs = lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
         gl.store(lse_ptrs, lse, mask=in_tile < query_len * GROUP)
     factor = reciprocal(divisor)
-    if v_scale_ptr is not None:
-        factor *= gl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
     out = acc * gl.convert_layout(factor, acc_row_layout)[:, None]
     # Results pass through the shared memory of the queries, so that whole rows are written.
     q.store(out.to(q.dtype))
@@ -312,7 +298,7 @@ def _attend_tile(
     GROUP_INDEX: gl.constexpr,
 ):
     """Compute scores and weights of a tile while the previous one is multiplied with its values."""
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
     index = done + tile
     stage = index % NUM_STAGES
     stage_before = (index - 1) % NUM_STAGES
