@@ -13,7 +13,7 @@ from tests.kernels.support import DEVICE
 
 KERNELS = Path(__file__).parents[2] / "jenga_kernels" / "triton"
 
-MAX_PARAMETERS = 42
+MAX_PARAMETERS = 34
 """Most parameters of a kernel. Triton makes no group of strides, which are always `tl.int64`."""
 
 

@@ -64,14 +64,18 @@ def segment_states_kernel(
     There are no outputs. A request's last segment is left out, because no other begins with its
     final state.
     """
+    BLOCK_N: tl.constexpr = tiles.BLOCK_N
+    BLOCK_P: tl.constexpr = tiles.BLOCK_P
     PARTS: tl.constexpr = tiles.PARTS
     x_ptr = inputs.x_ptr
-    BLOCKS: tl.constexpr = (tiles.HEAD_DIM + tiles.BLOCK_P - 1) // tiles.BLOCK_P
+    dt_ptr = inputs.dt_ptr
+    B_ptr = inputs.B_ptr
+    BLOCKS: tl.constexpr = (tiles.HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     let_next_begin(tiles.IS_OVERLAPPED)
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     segment = tl.program_id(1)
-    dims = (tl.program_id(0) % BLOCKS) * tiles.BLOCK_P + tl.arange(0, tiles.BLOCK_P)
-    ns = tl.arange(0, tiles.BLOCK_N)
+    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
     tile = tl.arange(0, tiles.BLOCK_T)
     is_dim = (dims < tiles.HEAD_DIM)[None, :]
     dtype = x_ptr.dtype.element_ty
@@ -86,10 +90,8 @@ def segment_states_kernel(
     num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
     start, stop = segment_range(number, of_request, num_tokens)
     x_ptr += query_start * stride_x_token + head * stride_x_head + dims[None, :]
-    dt_ptr = inputs.dt_ptr + (query_start * stride_dt_token + head * stride_dt_head)
-    B_ptr = inputs.B_ptr + (
-        query_start * stride_B_token + (head // tiles.HEADS_PER_GROUP) * stride_B_group
-    )
+    dt_ptr += query_start * stride_dt_token + head * stride_dt_head
+    B_ptr += query_start * stride_B_token + (head // tiles.HEADS_PER_GROUP) * stride_B_group
     B_ptr += ns[None, :]
     rate = tl.load(inputs.A_ptr + head) * LOG2E
     dt_bias = None
@@ -98,7 +100,7 @@ def segment_states_kernel(
 
     h = ()
     for _ in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-        h += (tl.full([tiles.BLOCK_N, tiles.BLOCK_P], 0, tl.float32),)
+        h += (tl.zeros([BLOCK_N, BLOCK_P], tl.float32),)
     left = 1.0
     # All chunks are whole, because the length of a segment before the last is a multiple of any.
     for first in range(start, stop, tiles.BLOCK_T):
@@ -126,8 +128,8 @@ def segment_states_kernel(
         kept = rounded(x.to(tl.float32) * (tl.exp2(until_end) * dt)[:, None], dtype)
         b = ()
         for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-            is_n = (part * tiles.BLOCK_N + ns < tiles.D_STATE)[None, :]
-            place = row * stride_B_token + part * tiles.BLOCK_N
+            is_n = (part * BLOCK_N + ns < tiles.D_STATE)[None, :]
+            place = row * stride_B_token + part * BLOCK_N
             b += (tl.load(B_ptr + place, mask=is_n, other=0.0),)  # [T, N]
         h = next_state(h, b, kept, decay, PARTS, tiles.IS_TF32)
         left *= decay
@@ -139,7 +141,7 @@ def segment_states_kernel(
         h,
         is_dim,
         tiles.D_STATE,
-        tiles.BLOCK_N,
+        BLOCK_N,
         PARTS,
     )
     # All programs of a head have the same decay.

@@ -46,14 +46,7 @@ def load_tiles(
     chunk_tokens,
     stride_table_request,
     ring,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Load tiles of keys and of values for all row tiles, each as soon as its place is free.
 
@@ -66,7 +59,7 @@ def load_tiles(
     landed_phase = 0
     for round_index in range(num_rounds(work)):
         kv_head, request, row_start, query_start, query_len = place_of(
-            round_index, work, NUM_KV_HEADS
+            round_index, work, tiles.NUM_KV_HEADS
         )
         if request >= 0:
             seq_len = gl.load(seq_lens_ptr + request)
@@ -78,10 +71,10 @@ def load_tiles(
                 work,
                 window_tokens,
                 chunk_tokens,
-                GROUP,
-                IS_CAUSAL,
-                BLOCK_N,
-                BLOCK_T,
+                tiles.GROUP,
+                tiles.IS_CAUSAL,
+                tiles.BLOCK_N,
+                tiles.BLOCK_T,
             )
             place = num_said % 2
             mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
@@ -102,16 +95,16 @@ def load_tiles(
             if q_descriptor is None:
                 mbarrier.arrive(item_ready.index(place), count=1)
             else:
-                token = query_start + row_start // GROUP
+                token = query_start + row_start // tiles.GROUP
                 _load_rows(
                     q,
                     q_descriptor,
                     item_ready.index(place),
                     place,
                     token,
-                    kv_head * GROUP,
-                    GROUP,
-                    BLOCK_D,
+                    kv_head * tiles.GROUP,
+                    tiles.GROUP,
+                    tiles.BLOCK_D,
                 )
             num_said += 1
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
@@ -120,7 +113,7 @@ def load_tiles(
                     k_descriptor,
                     v_descriptor,
                     table_row_ptr,
-                    tiles_start + tile * BLOCK_N,
+                    tiles_start + tile * tiles.BLOCK_N,
                     keys_start,
                     keys_end,
                     kv_head,
@@ -128,11 +121,7 @@ def load_tiles(
                     done + tile,
                     landed_phase,
                     ring,
-                    PAGE_TOKENS,
-                    BLOCK_N,
-                    BLOCK_T,
-                    BLOCK_D,
-                    NUM_STAGES,
+                    tiles,
                 )
             done += num_tiles
     place = num_said % 2
@@ -190,11 +179,7 @@ def _load_both(
     index,  # index of the tile in the ring
     landed_phase,
     ring,
-    PAGE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Load a tile of keys and one of values; return the next phase of ragged values.
 
@@ -202,8 +187,8 @@ def _load_both(
     is NaN. So values are zeroed, not only their weights, before they are ready.
     """
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _ = ring
-    stage = index % NUM_STAGES
-    phase = (index // NUM_STAGES) & 1
+    stage = index % tiles.NUM_STAGES
+    phase = (index // tiles.NUM_STAGES) & 1
     _load_tile(
         k_descriptor,
         table_row_ptr,
@@ -216,13 +201,13 @@ def _load_both(
         k_free.index(stage),
         phase ^ 1,
         k_ready.index(stage),
-        PAGE_TOKENS,
-        BLOCK_N,
-        BLOCK_T,
-        BLOCK_D,
+        tiles.PAGE_TOKENS,
+        tiles.BLOCK_N,
+        tiles.BLOCK_T,
+        tiles.BLOCK_D,
     )
-    first_live, end_live = _live_rows(tile_start, keys_start, keys_end, BLOCK_N)
-    end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
+    first_live, end_live = _live_rows(tile_start, keys_start, keys_end, tiles.BLOCK_N)
+    end_copied = gl.cdiv(end_live, tiles.BLOCK_T) * tiles.BLOCK_T
     is_ragged = (first_live > 0) | (end_live < end_copied)
     _load_tile(
         v_descriptor,
@@ -235,17 +220,17 @@ def _load_both(
         stage,
         v_free.index(stage),
         phase ^ 1,
-        v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
-        PAGE_TOKENS,
-        BLOCK_N,
-        BLOCK_T,
-        BLOCK_D,
+        v_ready.index(gl.where(is_ragged, tiles.NUM_STAGES, stage)),
+        tiles.PAGE_TOKENS,
+        tiles.BLOCK_N,
+        tiles.BLOCK_T,
+        tiles.BLOCK_D,
     )
     if is_ragged:
-        mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
+        mbarrier.wait(v_ready.index(tiles.NUM_STAGES), landed_phase)
         landed_phase ^= 1
-        zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
-        zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
+        zero_rows(v_tiles, stage, 0, first_live, tiles.BLOCK_N, tiles.BLOCK_D)
+        zero_rows(v_tiles, stage, end_live, end_copied, tiles.BLOCK_N, tiles.BLOCK_D)
         fence_async_shared()
         mbarrier.arrive(v_ready.index(stage), count=1)
     return landed_phase

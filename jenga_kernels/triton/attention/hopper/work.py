@@ -31,9 +31,9 @@ of the other is computed."""
 
 
 @gluon.jit
-def say(items, place, numbers):
-    """Write the description of a row tile, by the warp that loads."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def say(items, place, numbers, NUM_WARPS: gl.constexpr = 1):
+    """Write the description of a row tile, by the warps that load."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     index = gl.arange(0, ITEM_NUMBERS, layout)
     item = gl.full([ITEM_NUMBERS], -1, gl.int32, layout)
     for i in gl.static_range(len(numbers)):
