@@ -13,13 +13,14 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
 
 from jenga_kernels.checks.tensors import ALIGNMENT_BYTES
-from jenga_kernels.triton.lib.groups import groups_of
+from jenga_kernels.triton.lib.groups import Group, groups_of
 from jenga_kernels.triton.lib.tiles import has_kernels
 
 P = ParamSpec("P")
@@ -72,6 +73,25 @@ class Launch:
         self.kernel.run(**given, grid=self.grid, warmup=True)
 
 
+_Getter = Callable[[Mapping[str, Any]], object]
+
+
+class _Known(NamedTuple):
+    """A launch whose kernel has been compiled and loaded.
+
+    Attributes:
+        compiled: The kernel.
+        getters: Functions that take the kernel's first parameters from the arguments of a call.
+        constants: The parameters after these, which are the same in all calls.
+        takes_constants: Whether the first parameters have constants too.
+    """
+
+    compiled: Any
+    getters: Sequence[_Getter]
+    constants: Sequence[object]
+    takes_constants: bool
+
+
 class Call:
     """State shared by the calls of an operation that have the same signature.
 
@@ -83,45 +103,58 @@ class Call:
         facts: Results that the operation derived from the first call, for its own use.
     """
 
-    __slots__ = ("_compiled", "_has_kernels", "facts", "launches")
+    __slots__ = ("_has_kernels", "_known", "facts", "launches")
 
     def __init__(self, *, has_kernels: bool = True) -> None:
         self.facts: Any = None
         self.launches: list[Launch] | None = None
         self._has_kernels = has_kernels
-        self._compiled: dict[int, tuple[Any, Sequence[str | tuple[str, ...]]]] = {}
+        self._known: dict[int, _Known] = {}
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Launch all kernels with these tensors. Arguments that a kernel lacks are left out."""
         if not self._has_kernels:
             return
-        for launch in self.launches or ():
-            self._launch(launch.kernel, launch.grid, launch.arguments(tensors))
+        for index, launch in enumerate(self.launches or ()):
+            known = self._known.get(index)
+            if known is None:
+                self._first_launch(index, launch, tensors)
+                continue
+            arguments = launch.arguments(tensors) if known.takes_constants else tensors
+            given = [getter(arguments) for getter in known.getters]
+            known.compiled[(*launch.grid, 1, 1)](*given, *known.constants)
 
-    def _launch(
-        self, kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, object]
+    def _first_launch(
+        self, index: int, launch: Launch, tensors: Mapping[str, torch.Tensor | None]
     ) -> None:
-        known = self._compiled.get(id(kernel))
-        if known is not None:
-            compiled, names = known
-            given = [
-                arguments[name]
-                if name.__class__ is str
-                else tuple([arguments[field] for field in name])
-                for name in names
-            ]
-            compiled[(*grid, 1, 1)](*given)
-            return
-        given = taken_by(kernel, arguments)
-        compiled = kernel[grid](**given)
+        kernel = launch.kernel
+        given = taken_by(kernel, launch.arguments(tensors))
+        compiled = kernel[launch.grid](**given)
         # Only a loaded kernel can be launched again. The interpreter compiles nothing.
-        is_loaded = getattr(compiled, "module", None) is not None
-        if is_loaded and all(name in given for name in kernel.arg_names):
-            groups = groups_of(kernel)
-            names = [
-                name if name in arguments else groups[name]._fields for name in kernel.arg_names
-            ]
-            self._compiled[id(kernel)] = (compiled, names)
+        if getattr(compiled, "module", None) is None or any(
+            name not in given for name in kernel.arg_names
+        ):
+            return
+        names = list(kernel.arg_names)
+        fixed = launch.constants.keys() - tensors.keys() - {name for name, _ in launch.descriptors}
+        constants: list[object] = []
+        while names and names[-1] in fixed:
+            constants.insert(0, given[names.pop()])
+        groups = groups_of(kernel)
+        fields = [
+            groups[name]._fields if name in groups and name not in fixed else (name,)
+            for name in names
+        ]
+        self._known[index] = _Known(
+            compiled=compiled,
+            getters=[
+                itemgetter(name) if of == (name,) else _group_getter(of)
+                for name, of in zip(names, fields, strict=True)
+            ],
+            constants=constants,
+            takes_constants=bool(launch.descriptors)
+            or any(not fixed.isdisjoint(of) for of in fields),
+        )
 
 
 Calls = dict[tuple[object, ...], Call]
@@ -219,6 +252,22 @@ def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN40
     other = copy.copy(descriptor)  # does not repeat the checks of the constructor
     other.base = tensor
     return other
+
+
+def _group_getter(fields: tuple[str, ...]) -> _Getter:
+    """Make a function that takes the fields of a group from arguments."""
+    if len(fields) == 1:
+        return lambda arguments: (arguments[fields[0]],)
+    return itemgetter(*fields)
+
+
+def pointer_names(kind: Group) -> tuple[str, ...]:
+    """List the names that kernels give to the arguments of an operation: `x_ptr` for `x`.
+
+    Args:
+        kind: Class of named tuples of the operation's arguments. Kernels take only their tensors.
+    """
+    return tuple([f"{name}_ptr" for name in kind._fields])
 
 
 def taken_by(kernel: triton.JITFunction, arguments: Mapping[str, object]) -> dict[str, object]:

@@ -1,13 +1,13 @@
 import ast
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from jenga_kernels.launches import Launch, launch, taken_by
+from jenga_kernels.launches import Call, Launch, launch, taken_by
 from jenga_kernels.triton.lib.groups import Pointer, groups_of, with_groups
 from tests.kernels.support import DEVICE
 
@@ -82,6 +82,45 @@ def test_a_launch_fills_groups_of_constants_once():
     assert first["tiles"] == Tiles(BLOCK=8, IS_DOUBLED=True)
     assert "rows" not in first
     assert taken_by(add_kernel, first)["rows"] == Rows(None, None, None)
+
+
+class Compiled:
+    """Notes what it is launched with."""
+
+    module = object()
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        return lambda *given: self.seen.append((grid, given))
+
+
+class LoadedKernel:
+    """A kernel that has been compiled and loaded."""
+
+    arg_names = ("rows", "size", "tiles")
+    groups: ClassVar = {"rows": Rows, "tiles": Tiles}
+
+    def __init__(self):
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid):
+        return lambda **_: self.compiled
+
+
+@pytest.mark.parametrize("constants", [{"size": 5}, {"size": 5, "bias_ptr": None}])
+def test_later_launches_fill_groups_with_the_tensors_of_their_call(constants):
+    kernel, call = LoadedKernel(), Call()
+    constants = constants | {"BLOCK": 8, "IS_DOUBLED": True}
+    call.launches = [Launch(kernel=kernel, grid=(3,), constants=constants)]
+    for out in (torch.zeros(1), torch.zeros(2)):
+        tensors = {"out_ptr": out, "x_ptr": out, "bias_ptr": None}
+        call.run({name: tensors[name] for name in tensors.keys() - constants.keys()})
+
+    ((grid, given),) = kernel.compiled.seen
+    assert grid[:1] == (3,)
+    assert given == ((out, out, None), 5, Tiles(BLOCK=8, IS_DOUBLED=True))
 
 
 def test_a_field_that_a_launch_lacks_is_named():

@@ -153,6 +153,7 @@ def kv_store_kernel(
     tiles: tl.constexpr,
 ):
     """Store rows from p * BLOCK_ROWS on in program p; a row is one head of one token."""
+    THREAD_ELEMENTS: tl.constexpr = tiles.THREAD_ELEMENTS
     STORED: tl.constexpr = pages.k_pages_ptr.dtype.element_ty
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
     rows = tl.program_id(0).to(tl.int64) * tiles.BLOCK_ROWS + tl.arange(0, tiles.BLOCK_ROWS)
@@ -198,7 +199,7 @@ def kv_store_kernel(
     offsets = (in_pages + heads * stride_pages_head)[None, :, None] + dims
     # A thread stores as many elements as it loads at once; see `store_rows`.
     offsets = tl.max_contiguous(
-        offsets, [1, 1, tiles.THREAD_ELEMENTS // 2 if IS_INT4 else tiles.THREAD_ELEMENTS]
+        offsets, [1, 1, THREAD_ELEMENTS // 2 if IS_INT4 else THREAD_ELEMENTS]
     )
     tl.store(pages.k_pages_ptr + offsets, k, mask=k_mask)
     tl.store(pages.v_pages_ptr + offsets, v, mask=v_mask)

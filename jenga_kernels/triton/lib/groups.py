@@ -5,14 +5,16 @@ parameter for all arguments of the group, and reads `inputs.q_ptr` or `tiles.BLO
 takes the fields apart again, so the machine code is that of a kernel with a parameter for each.
 
 Fields of a group that is annotated with `tl.constexpr` are known when the kernel is compiled. They
-must be numbers, bools, strings or None, because Triton gives them to the hooks that watch
-compilation as JSON. A dataclass would fail there. Other
-groups hold pointers and scalars. Triton chooses the type of an integer in a group by its value, so
-strides, which are always `tl.int64`, are parameters of their own.
+must be numbers, bools, strings or None, because Triton gives them as JSON to hooks that watch
+compilation. A dataclass would fail there. Other groups hold pointers and scalars. Triton chooses
+the type of an integer in a group by its value. So strides, which are always `tl.int64`, are
+parameters of their own.
 
-Triton 3.6 and 3.7 take no field of a `tl.constexpr` group as the bound of `tl.static_range`, nor in
-a list that is passed to a compiled function, such as `tl.zeros`. Such a field is first named, as
-in `PARTS: tl.constexpr = tiles.PARTS`. A group must not be named `options`.
+Triton 3.6 and 3.7 want some fields of a `tl.constexpr` group to be named first, as in
+`PARTS: tl.constexpr = tiles.PARTS`: bounds of `tl.static_range`, values of `tl.max_contiguous`, and
+what a list passes to a compiled function, such as `tl.zeros`, or a tuple to `gl.warp_specialize`.
+Pointers of a group that a loop moves are named before all else, so that the loop carries them in
+the order of parameters. A group must not be named `options`.
 """
 
 from collections.abc import Callable, Mapping
