@@ -8,7 +8,7 @@ from jenga_kernels.triton.lib.groups import Pointer
 class Inputs(NamedTuple):
     """Inputs of the recurrence.
 
-    Of Mamba-1, dt, A and dt_bias have dimensions for channels, and A for state elements too.
+    In Mamba-1, dt, A and dt_bias have dimensions for channels, and A for state elements too.
     """
 
     x_ptr: Pointer  # [num_tokens, num_heads, head_dim]
