@@ -192,6 +192,7 @@ def delta_chunks_channels_kernel(
     tiles: tl.constexpr,
 ):
     """Prepare chunk b of head h for the scan over chunks, in program (h, b)."""
+    PRECISION: tl.constexpr = tiles.PRECISION
     k_ptr = inputs.k_ptr
     dt_bias_ptr = inputs.dt_bias_ptr
     let_next_begin(tiles.IS_OVERLAPPED)
@@ -330,6 +331,6 @@ def delta_chunks_channels_kernel(
         mask=live[:, None],
     )
     lower = tl.where(tile[:, None] > tile[None, :], lower * betas[:, None], 0.0)
-    solution = unit_triangular_inverse(lower, tiles.BLOCK_T, tiles.PRECISION) * betas[None, :]
+    solution = unit_triangular_inverse(lower, tiles.BLOCK_T, PRECISION) * betas[None, :]
     solution_ptr = chunks.solution_ptr + in_head * tiles.BLOCK_T
     tl.store(solution_ptr + in_square, rounded(solution, dtype), mask=live[:, None])

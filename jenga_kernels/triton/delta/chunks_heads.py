@@ -62,6 +62,7 @@ def delta_chunks_heads_kernel(
     tiles: tl.constexpr,
 ):
     """Prepare chunk b of head h for the scan over chunks, in program (h, b)."""
+    PRECISION: tl.constexpr = tiles.PRECISION
     k_ptr = inputs.k_ptr
     let_next_begin(tiles.IS_OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
@@ -142,7 +143,7 @@ def delta_chunks_heads_kernel(
     # Each token's change of the state subtracts the parts that earlier changes of the chunk hold
     # under its key. This is a unit triangular system for all changes at once.
     lower = matmul(k, tl.trans(k)) * between * betas[:, None]
-    solution = unit_triangular_inverse(lower, tiles.BLOCK_T, tiles.PRECISION) * betas[None, :]
+    solution = unit_triangular_inverse(lower, tiles.BLOCK_T, PRECISION) * betas[None, :]
     tl.store(
         chunks.solution_ptr + in_head * tiles.BLOCK_T + in_square,
         rounded(solution, dtype),

@@ -125,6 +125,7 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     The state is read as it was some tokens ago. Its value under a key is the old one, decayed, plus
     a sum over the changes since then. Each token of the call is added to these.
     """
+    PRECISION: tl.constexpr = tiles.PRECISION
     q_ptr = inputs.q_ptr
     k_ptr = inputs.k_ptr
     v_ptr = inputs.v_ptr
@@ -303,5 +304,5 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
             tl.trans(tl.where((ages < stored_next - stored)[:, None], changes, 0.0)),
             kept_keys,
             tiles.HEAD_K_DIM,
-            tiles.PRECISION,
+            PRECISION,
         )

@@ -112,6 +112,7 @@ def delta_replay_products_kernel(
     call. The value of a state under a key is the stored one, decayed, plus the changes of each
     token since then.
     """
+    PRECISION: tl.constexpr = tiles.PRECISION
     BLOCKS: tl.constexpr = (tiles.HEAD_V_DIM + tiles.BLOCK_V - 1) // tiles.BLOCK_V
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
@@ -250,7 +251,7 @@ def delta_replay_products_kernel(
         found = row_sums(changes * scores[None, :])  # [V]
         changes -= tl.where((ages == t)[None, :], found[:, None], 0.0)
     q_scores *= tl.where(ages[None, :] <= ages[:, None], between, 0.0)
-    y += tl.dot(changes, tl.trans(q_scores), input_precision=tiles.PRECISION)
+    y += tl.dot(changes, tl.trans(q_scores), input_precision=PRECISION)
     y *= q_factors[None, :]
     out_ptrs = out_ptr + tokens[None, :] * stride_out_token + vs[:, None]
     tl.store(out_ptrs, rounded(y, out_ptr.dtype.element_ty), mask=in_call)
@@ -273,7 +274,5 @@ def delta_replay_products_kernel(
         changes *= weights[None, :]
         is_begun = stored > 0
         wide_keys, wide_far_keys = keys.to(tl.float32), far_keys.to(tl.float32)
-        write_changes(state, in_state, is_begun, decay, changes, wide_keys, tiles.PRECISION)
-        write_changes(
-            far_state, in_far_state, is_begun, decay, changes, wide_far_keys, tiles.PRECISION
-        )
+        write_changes(state, in_state, is_begun, decay, changes, wide_keys, PRECISION)
+        write_changes(far_state, in_far_state, is_begun, decay, changes, wide_far_keys, PRECISION)

@@ -11,10 +11,10 @@ the type of an integer in a group by its value. So strides, which are always `tl
 parameters of their own.
 
 Triton 3.6 and 3.7 want some fields of a `tl.constexpr` group to be named first, as in
-`PARTS: tl.constexpr = tiles.PARTS`: bounds of `tl.static_range`, values of `tl.max_contiguous`, and
-what a list passes to a compiled function, such as `tl.zeros`, or a tuple to `gl.warp_specialize`.
-Pointers of a group that a loop moves are named before all else, so that the loop carries them in
-the order of parameters. A group must not be named `options`.
+`PARTS: tl.constexpr = tiles.PARTS`: strings, bounds of `tl.static_range`, values of
+`tl.max_contiguous`, and what a list passes to a compiled function, such as `tl.zeros`, or a tuple
+to `gl.warp_specialize`. Pointers of a group that a loop moves are named before all else, so that
+the loop carries them in the order of parameters. A group must not be named `options`.
 """
 
 from collections.abc import Callable, Mapping

@@ -155,6 +155,7 @@ def state_replay_kernel(
     tiles: tl.constexpr,
 ):
     """Serve BLOCK_P channels of one head of request r in program (b, r)."""
+    PRECISION: tl.constexpr = tiles.PRECISION
     x_ptr = inputs.x_ptr
     dt_ptr = inputs.dt_ptr
     C_ptr = inputs.C_ptr
@@ -279,7 +280,7 @@ def state_replay_kernel(
             tl.trans(all_x * kept_weights[:, None]),
             all_B,
             tiles.D_STATE,
-            tiles.PRECISION,
+            PRECISION,
         )
 
     if (head % tiles.HEADS_PER_GROUP == 0) & (block == 0):

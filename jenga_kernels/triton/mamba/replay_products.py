@@ -112,6 +112,7 @@ def state_replay_products_kernel(
     The tokens since the state are rows of one tile, those of the history first, then those of the
     call. Products give what a token reads of the state, and of the tokens up to itself.
     """
+    PRECISION: tl.constexpr = tiles.PRECISION
     z_ptr = inputs.z_ptr
     BLOCKS: tl.constexpr = (tiles.HEAD_DIM + tiles.BLOCK_P - 1) // tiles.BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -227,7 +228,7 @@ def state_replay_products_kernel(
     far_S = tl.load(far_state, mask=mask_if(stored > 0, in_far_state), other=0.0)
     y = add_state_products(far_S, far_C, y)
     y *= tl.exp2(tl.cumsum(logs, 0))[None, :]
-    y = tl.dot(wide_x, tl.trans(scores), y, input_precision=tiles.PRECISION)
+    y = tl.dot(wide_x, tl.trans(scores), y, input_precision=PRECISION)
     if inputs.D_ptr is not None:
         D = inputs.D_ptr + head * stride_D_head + dims * stride_D_dim
         y += tl.load(D, mask=is_dim, other=0.0).to(tl.float32)[:, None] * wide_x
@@ -254,5 +255,5 @@ def state_replay_products_kernel(
         wide_x *= (weights * steps)[None, :]
         is_begun = stored > 0
         wide_B, wide_far_B = B.to(tl.float32), far_B.to(tl.float32)
-        write_changes(state, in_state, is_begun, decay, wide_x, wide_B, tiles.PRECISION)
-        write_changes(far_state, in_far_state, is_begun, decay, wide_x, wide_far_B, tiles.PRECISION)
+        write_changes(state, in_state, is_begun, decay, wide_x, wide_B, PRECISION)
+        write_changes(far_state, in_far_state, is_begun, decay, wide_x, wide_far_B, PRECISION)
