@@ -271,10 +271,9 @@ def plan_attention(
             request in the step either: prompts may be cut anywhere, and decoded tokens may be
             computed again as tokens of a prompt. Warp-specialised kernels give no such guarantee.
         is_warp_specialized: Whether to serve prompts with the warp-specialised kernel on Hopper. It
-            needs queries of 16 bits, pages of 16 bits or of float8 without slot scales, and keys
-            and values of the same width, at most 256. For other layers it changes nothing. None
-            means True for pages of 16 bits, unless is_batch_invariant is set. For these, an H200
-            takes 0.62 to 0.77 of the other kernel's time; for float8, an H100 takes 1.05
+            needs queries of 16 bits, pages of the same dtype, and keys and values of the same
+            width, at most 256. For other layers it changes nothing. None means True unless
+            is_batch_invariant is set. An H200 takes 0.62 to 0.77 of the other kernel's time
             (`perf.kernels.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
@@ -315,7 +314,7 @@ def plan_attention(
         )
         is_wanted = is_warp_specialized
         if is_wanted is None:
-            is_wanted = not (is_batch_invariant or kind.is_quantised)
+            is_wanted = not is_batch_invariant
         if is_wanted:
             specialized = specialized_prefill_tiles(machine, kind, dtype)
             tiles = replace(tiles, specialized_prefill=specialized)
@@ -371,8 +370,8 @@ def specialized_prefill_tiles(
         kind: Properties that the layers have in common.
         dtype: Element type of the queries.
     """
-    # The TMA copies of that kernel load either elements ready for matrix products, or float8.
-    if kind.value_dim is not None or kind.has_slot_scales or kind.is_other_float:
+    # The TMA copies of that kernel load elements ready for matrix products.
+    if kind.value_dim is not None or kind.is_quantised or kind.is_other_float:
         return None
     return specialized_tiles(
         machine,
@@ -393,8 +392,8 @@ def _check_tiles(tiles: AttentionTiles, kind: AttentionKind, decode_query_tokens
     if kind.value_dim is not None:
         msg = f"tiles must have no specialized_prefill for values of {kind.value_dim} elements"
         raise ValueError(msg)
-    if kind.has_slot_scales:
-        msg = "tiles must have no specialized_prefill where slots have scales"
+    if kind.is_quantised or kind.is_other_float:
+        msg = "tiles must have no specialized_prefill where pages have another dtype than queries"
         raise ValueError(msg)
     if tiles.prefill.block_m != SPECIALIZED_ROWS:
         msg = f"tiles must have {SPECIALIZED_ROWS} prefill rows, got {tiles.prefill.block_m}"

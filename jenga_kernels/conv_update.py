@@ -1,5 +1,7 @@
 """A step, or a few, of the short causal convolution of a recurrent layer, with states in pages."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -10,7 +12,7 @@ from jenga_kernels.checks.states import (
     check_steps,
 )
 from jenga_kernels.checks.tensors import check_same_device, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import conv_update as reference
 from jenga_kernels.triton.conv.conv_update import conv_update_kernel
 from jenga_kernels.triton.lib.addressing import alignment, strides
@@ -18,6 +20,26 @@ from jenga_kernels.triton.lib.tiles import machine_of
 from jenga_kernels.triton.recurrent.tiles import conv_update_tiles
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `conv_update`, in the same order."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    initial_slots: torch.Tensor
+    state_slots: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+    query_starts: torch.Tensor | None
+    computed_tokens: torch.Tensor | None
+    input_gates: torch.Tensor | None
+    output_gates: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.conv_update)
@@ -74,8 +96,7 @@ def conv_update(
     Raises:
         ValueError: If a shape, dtype, stride or device does not fit.
     """
-    call = call_like(
-        _calls,
+    given = (
         out,
         states,
         x,
@@ -89,107 +110,76 @@ def conv_update(
         input_gates,
         output_gates,
     )
+    call = call_like(_calls, *given)
     if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
-        call.launches = _launches(
-            out,
-            states,
-            x,
-            weight,
-            initial_slots,
-            state_slots,
-            bias=bias,
-            silu=silu,
-            query_starts=query_starts,
-            computed_tokens=computed_tokens,
-            input_gates=input_gates,
-            output_gates=output_gates,
-        )
-    call.run(
-        {
-            "out_ptr": out,
-            "states_ptr": states,
-            "x_ptr": x,
-            "weight_ptr": weight,
-            "bias_ptr": bias,
-            "query_starts_ptr": query_starts,
-            "initial_slots_ptr": initial_slots,
-            "state_slots_ptr": state_slots,
-            "computed_tokens_ptr": computed_tokens,
-            "input_gates_ptr": input_gates,
-            "output_gates_ptr": output_gates,
-        }
-    )
+        call.launches = _launches(_Arguments(*given))
+    call.run(dict(zip(_POINTERS, given, strict=True)))
 
 
-def _launches(
-    out: torch.Tensor,
-    states: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    initial_slots: torch.Tensor,
-    state_slots: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    silu: bool,
-    query_starts: torch.Tensor | None,
-    computed_tokens: torch.Tensor | None,
-    input_gates: torch.Tensor | None,
-    output_gates: torch.Tensor | None,
-) -> list[Launch]:
+def _launches(given: _Arguments) -> list[Launch]:
     """Check a call, and list the launches of a step.
 
     Raises:
         ValueError: If something does not fit.
     """
+    state_slots = given.state_slots
     check_convolution(
-        out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
+        given.out,
+        given.states,
+        given.x,
+        given.weight,
+        bias=given.bias,
+        input_gates=given.input_gates,
+        output_gates=given.output_gates,
     )
-    num_tokens, dim = x.shape
+    num_tokens, dim = given.x.shape
     check_same_device(
-        x=x,
-        initial_slots=initial_slots,
+        x=given.x,
+        initial_slots=given.initial_slots,
         state_slots=state_slots,
-        query_starts=query_starts,
-        computed_tokens=computed_tokens,
+        query_starts=given.query_starts,
+        computed_tokens=given.computed_tokens,
     )
-    if computed_tokens is not None:
+    if given.computed_tokens is not None:
         check_ring(
-            states,
-            weight,
-            computed_tokens,
-            initial_slots,
+            given.states,
+            given.weight,
+            given.computed_tokens,
+            given.initial_slots,
             state_slots,
-            query_starts=query_starts,
+            query_starts=given.query_starts,
             num_tokens=num_tokens,
         )
-        state_slots = state_slots[:, None].expand(-1, states.shape[2])
-    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
-    check_slots_apart(initial_slots, slots, query_starts=query_starts)
+        state_slots = state_slots[:, None].expand(-1, given.states.shape[2])
+    slots = check_steps(
+        given.initial_slots, state_slots, given.query_starts, num_tokens, given.states.shape[0]
+    )
+    check_slots_apart(given.initial_slots, slots, query_starts=given.query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return []
-    width = weight.shape[1]
-    inputs = [rows for rows in (x, input_gates, output_gates) if rows is not None]
-    tiles = conv_update_tiles(machine_of(x.device), dim)
-    stride_slot, stride_dim, stride_column = strides(states)
+    width = given.weight.shape[1]
+    inputs = [rows for rows in (given.x, given.input_gates, given.output_gates) if rows is not None]
+    tiles = conv_update_tiles(machine_of(given.x.device), dim)
+    stride_slot, stride_dim, stride_column = strides(given.states)
     constants = {
-        "stride_out_token": strides(out)[0],
+        "stride_out_token": strides(given.out)[0],
         "stride_states_slot": stride_slot,
         "stride_states_dim": stride_dim,
         "stride_states_column": stride_column,
-        "stride_x_token": strides(x)[0],
-        "stride_weight_dim": weight.stride(0),
-        "stride_weight_column": weight.stride(1),
-        "stride_initial": initial_slots.stride(0),
+        "stride_x_token": strides(given.x)[0],
+        "stride_weight_dim": given.weight.stride(0),
+        "stride_weight_column": given.weight.stride(1),
+        "stride_initial": given.initial_slots.stride(0),
         "stride_slots_request": slots.stride(0),
         "stride_slots_token": slots.stride(1),
-        "stride_computed": 0 if computed_tokens is None else computed_tokens.stride(0),
-        "stride_input_gates": 0 if input_gates is None else strides(input_gates)[0],
-        "stride_output_gates": 0 if output_gates is None else strides(output_gates)[0],
+        "stride_computed": 0 if given.computed_tokens is None else given.computed_tokens.stride(0),
+        "stride_input_gates": 0 if given.input_gates is None else strides(given.input_gates)[0],
+        "stride_output_gates": 0 if given.output_gates is None else strides(given.output_gates)[0],
         "DIM": dim,
         "WIDTH": width,
-        "NUM_COLUMNS": None if computed_tokens is None else states.shape[2],
-        "IS_SILU": silu,
+        "NUM_COLUMNS": None if given.computed_tokens is None else given.states.shape[2],
+        "IS_SILU": given.silu,
         "X_ALIGNMENT": min(alignment(strides(rows)[0]) for rows in inputs),
         "BLOCK_D": tiles.block_dims,
         "num_warps": tiles.num_warps,

@@ -1,12 +1,14 @@
 """One step, or a few, of the gated delta rule, with states in pages."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
 from jenga_kernels.checks.delta import check_delta_rule
 from jenga_kernels.checks.states import check_slots_apart, check_steps
 from jenga_kernels.checks.tensors import check_same_device, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import delta_update as reference
 from jenga_kernels.triton.delta.tiles import delta_update_tiles
 from jenga_kernels.triton.delta.update import delta_update_kernel
@@ -14,6 +16,28 @@ from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `delta_update`, in the same order."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gates: torch.Tensor
+    betas: torch.Tensor
+    initial_slots: torch.Tensor
+    state_slots: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    scale: float | None
+    qk_l2norm: bool
+    query_starts: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.delta_update)
@@ -73,8 +97,7 @@ def delta_update(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    call = call_like(
-        _calls,
+    given = (
         out,
         states,
         q,
@@ -90,104 +113,79 @@ def delta_update(
         qk_l2norm,
         query_starts,
     )
+    call = call_like(_calls, *given)
     if call.launches is None or shows_values(v):  # on a CPU, values are checked in every call
-        call.launches = _launches(
-            out,
-            states,
-            q,
-            k,
-            v,
-            gates,
-            betas,
-            initial_slots,
-            state_slots,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            query_starts=query_starts,
-        )
-    call.run(
-        {
-            "out_ptr": out,
-            "states_ptr": states,
-            "q_ptr": q,
-            "k_ptr": k,
-            "v_ptr": v,
-            "gates_ptr": gates,
-            "betas_ptr": betas,
-            "A_log_ptr": A_log,
-            "dt_bias_ptr": dt_bias,
-            "query_starts_ptr": query_starts,
-            "initial_slots_ptr": initial_slots,
-            "state_slots_ptr": state_slots,
-        }
-    )
+        call.launches = _launches(_Arguments(*given))
+    call.run(dict(zip(_POINTERS, given, strict=True)))
 
 
-def _launches(
-    out: torch.Tensor,
-    states: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gates: torch.Tensor,
-    betas: torch.Tensor,
-    initial_slots: torch.Tensor,
-    state_slots: torch.Tensor,
-    *,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-    query_starts: torch.Tensor | None,
-) -> list[Launch]:
+def _launches(given: _Arguments) -> list[Launch]:
     """Check a call, and list the launches of a step.
 
     Raises:
         ValueError: If something does not fit.
     """
     scale = check_delta_rule(
-        out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
+        given.out,
+        given.states,
+        given.q,
+        given.k,
+        given.v,
+        given.gates,
+        given.betas,
+        A_log=given.A_log,
+        dt_bias=given.dt_bias,
+        scale=given.scale,
     )
-    num_tokens, num_v_heads, head_v_dim = v.shape
-    _, num_qk_heads, head_k_dim = q.shape
-    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
+    num_tokens, num_v_heads, head_v_dim = given.v.shape
+    _, num_qk_heads, head_k_dim = given.q.shape
+    slots = check_steps(
+        given.initial_slots,
+        given.state_slots,
+        given.query_starts,
+        num_tokens,
+        given.states.shape[0],
+    )
     check_same_device(
-        v=v, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
+        v=given.v,
+        initial_slots=given.initial_slots,
+        state_slots=given.state_slots,
+        query_starts=given.query_starts,
     )
-    check_slots_apart(initial_slots, slots, query_starts=query_starts)
+    check_slots_apart(given.initial_slots, slots, query_starts=given.query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return []
-    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
-    tiles = delta_update_tiles(machine_of(v.device), head_k_dim, head_v_dim, states.element_size())
-    stride_slot, stride_head, stride_dim, _ = strides(states)
+    is_per_channel = given.gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+    tiles = delta_update_tiles(
+        machine_of(given.v.device), head_k_dim, head_v_dim, given.states.element_size()
+    )
+    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     constants = {
         "scale": scale,
-        "stride_out_token": strides(out)[0],
-        "stride_out_head": strides(out)[1],
+        "stride_out_token": strides(given.out)[0],
+        "stride_out_head": strides(given.out)[1],
         "stride_states_slot": stride_slot,
         "stride_states_head": stride_head,
         "stride_states_dim": stride_dim,
-        "stride_q_token": strides(q)[0],
-        "stride_q_head": strides(q)[1],
-        "stride_k_token": strides(k)[0],
-        "stride_k_head": strides(k)[1],
-        "stride_v_token": strides(v)[0],
-        "stride_v_head": strides(v)[1],
-        "stride_gates_token": strides(gates)[0],
-        "stride_gates_head": strides(gates)[1],
-        "stride_betas_token": strides(betas)[0],
-        "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
-        "stride_initial": initial_slots.stride(0),
+        "stride_q_token": strides(given.q)[0],
+        "stride_q_head": strides(given.q)[1],
+        "stride_k_token": strides(given.k)[0],
+        "stride_k_head": strides(given.k)[1],
+        "stride_v_token": strides(given.v)[0],
+        "stride_v_head": strides(given.v)[1],
+        "stride_gates_token": strides(given.gates)[0],
+        "stride_gates_head": strides(given.gates)[1],
+        "stride_betas_token": strides(given.betas)[0],
+        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        "stride_initial": given.initial_slots.stride(0),
         "stride_slots_request": slots.stride(0),
         "stride_slots_token": slots.stride(1),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,
         "HEAD_V_DIM": head_v_dim,
         "IS_PER_CHANNEL": is_per_channel,
-        "IS_NORMALIZED": qk_l2norm,
+        "IS_NORMALIZED": given.qk_l2norm,
         "BLOCK_K": power_of_two(head_k_dim),
         "BLOCK_V": tiles.block_values,
         "BLOCK_LINE": tiles.block_line,

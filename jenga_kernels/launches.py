@@ -11,14 +11,16 @@ are done for the first call of a signature, and later calls only launch.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
 
 from jenga_kernels.checks.tensors import ALIGNMENT_BYTES
+from jenga_kernels.triton.lib.groups import Group, groups_of
 from jenga_kernels.triton.lib.tiles import has_kernels
 
 P = ParamSpec("P")
@@ -38,7 +40,8 @@ class Launch:
     Attributes:
         kernel: The kernel.
         grid: Numbers of programs, in up to three dimensions.
-        constants: Arguments that follow from the signature, and options.
+        constants: Arguments that follow from the signature, and options. A group of which all
+            fields are constants is added to them.
         descriptors: Pairs of names: a TMA descriptor among the constants, and the argument of the
             tensor that it describes.
     """
@@ -47,6 +50,15 @@ class Launch:
     grid: tuple[int, ...]
     constants: dict[str, object]
     descriptors: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Fill the groups of constants once, and not in each call."""
+        filled = {
+            name: group(*[self.constants[field] for field in group._fields])
+            for name, group in groups_of(self.kernel).items()
+            if all(field in self.constants for field in group._fields)
+        }
+        object.__setattr__(self, "constants", self.constants | filled)
 
     def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
         """Combine the constants with these tensors. The kernel may not take all of them."""
@@ -61,6 +73,25 @@ class Launch:
         self.kernel.run(**given, grid=self.grid, warmup=True)
 
 
+_Getter = Callable[[Mapping[str, Any]], object]
+
+
+class _Known(NamedTuple):
+    """A launch whose kernel has been compiled and loaded.
+
+    Attributes:
+        compiled: The kernel.
+        getters: Functions that take the kernel's first parameters from the arguments of a call.
+        constants: The parameters after these, which are the same in all calls.
+        takes_constants: Whether the first parameters have constants too.
+    """
+
+    compiled: Any
+    getters: Sequence[_Getter]
+    constants: Sequence[object]
+    takes_constants: bool
+
+
 class Call:
     """State shared by the calls of an operation that have the same signature.
 
@@ -72,35 +103,58 @@ class Call:
         facts: Results that the operation derived from the first call, for its own use.
     """
 
-    __slots__ = ("_compiled", "_has_kernels", "facts", "launches")
+    __slots__ = ("_has_kernels", "_known", "facts", "launches")
 
     def __init__(self, *, has_kernels: bool = True) -> None:
         self.facts: Any = None
         self.launches: list[Launch] | None = None
         self._has_kernels = has_kernels
-        self._compiled: dict[int, tuple[Any, tuple[str, ...]]] = {}
+        self._known: dict[int, _Known] = {}
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Launch all kernels with these tensors. Arguments that a kernel lacks are left out."""
         if not self._has_kernels:
             return
-        for launch in self.launches or ():
-            self._launch(launch.kernel, launch.grid, launch.arguments(tensors))
+        for index, launch in enumerate(self.launches or ()):
+            known = self._known.get(index)
+            if known is None:
+                self._first_launch(index, launch, tensors)
+                continue
+            arguments = launch.arguments(tensors) if known.takes_constants else tensors
+            given = [getter(arguments) for getter in known.getters]
+            known.compiled[(*launch.grid, 1, 1)](*given, *known.constants)
 
-    def _launch(
-        self, kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, object]
+    def _first_launch(
+        self, index: int, launch: Launch, tensors: Mapping[str, torch.Tensor | None]
     ) -> None:
-        known = self._compiled.get(id(kernel))
-        if known is not None:
-            compiled, names = known
-            compiled[(*grid, 1, 1)](*[arguments[name] for name in names])
-            return
-        compiled = kernel[grid](**taken_by(kernel, arguments))
-        names = tuple(kernel.arg_names)
+        kernel = launch.kernel
+        given = taken_by(kernel, launch.arguments(tensors))
+        compiled = kernel[launch.grid](**given)
         # Only a loaded kernel can be launched again. The interpreter compiles nothing.
-        is_loaded = getattr(compiled, "module", None) is not None
-        if is_loaded and all(name in arguments for name in names):
-            self._compiled[id(kernel)] = (compiled, names)
+        if getattr(compiled, "module", None) is None or any(
+            name not in given for name in kernel.arg_names
+        ):
+            return
+        names = list(kernel.arg_names)
+        fixed = launch.constants.keys() - tensors.keys() - {name for name, _ in launch.descriptors}
+        constants: list[object] = []
+        while names and names[-1] in fixed:
+            constants.insert(0, given[names.pop()])
+        groups = groups_of(kernel)
+        fields = [
+            groups[name]._fields if name in groups and name not in fixed else (name,)
+            for name in names
+        ]
+        self._known[index] = _Known(
+            compiled=compiled,
+            getters=[
+                itemgetter(name) if of == (name,) else _group_getter(of)
+                for name, of in zip(names, fields, strict=True)
+            ],
+            constants=constants,
+            takes_constants=bool(launch.descriptors)
+            or any(not fixed.isdisjoint(of) for of in fields),
+        )
 
 
 Calls = dict[tuple[object, ...], Call]
@@ -185,7 +239,7 @@ def launch(
         arguments: Arguments of the kernel, and options.
     """
     if has_kernels(device):
-        kernel[grid](**arguments)
+        kernel[grid](**taken_by(kernel, arguments))
 
 
 def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN401 - Gluon's, or None
@@ -200,7 +254,31 @@ def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN40
     return other
 
 
+def _group_getter(fields: tuple[str, ...]) -> _Getter:
+    """Make a function that takes the fields of a group from arguments."""
+    if len(fields) == 1:
+        return lambda arguments: (arguments[fields[0]],)
+    return itemgetter(*fields)
+
+
+def pointer_names(kind: Group) -> tuple[str, ...]:
+    """List the names that kernels give to the arguments of an operation: `x_ptr` for `x`.
+
+    Args:
+        kind: Class of named tuples of the operation's arguments. Kernels take only their tensors.
+    """
+    return tuple([f"{name}_ptr" for name in kind._fields])
+
+
 def taken_by(kernel: triton.JITFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that a kernel takes, and the options of launches."""
+    """Return the arguments that a kernel takes, put into its groups, and the options of launches.
+
+    Raises:
+        KeyError: If a field of a group is not among the arguments.
+    """
     names = {*kernel.arg_names, *OPTIONS}
-    return {name: value for name, value in arguments.items() if name in names}
+    given = {name: value for name, value in arguments.items() if name in names}
+    for name, group in groups_of(kernel).items():
+        if name not in given:
+            given[name] = group(*[arguments[field] for field in group._fields])
+    return given

@@ -21,6 +21,7 @@ A plain paged cache is two tensors; a layer of an arena is two views with longer
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,7 +53,7 @@ from jenga_kernels.checks.tensors import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, rebased, with_reference
 from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.attention.decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention.prefill import attention_prefill_kernel
@@ -70,6 +71,34 @@ _calls: Calls = {}
 
 MAX_HEAD_DIM = 512
 """Widest head whose tiles fit into the registers and the shared memory of one program."""
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `paged_attention`, in the same order, without the plan."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    page_table: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float
+    window_tokens: int | None
+    chunk_tokens: int | None
+    is_causal: bool
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    spans: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_slot_scales: torch.Tensor | None
+    v_slot_scales: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.paged_attention)
@@ -170,8 +199,7 @@ def paged_attention(
         FlashAttention-2 (arXiv 2307.08691) for the loop. The decode work of all requests is cut
         into equal runs of tiles, as in stream-K (arXiv 2301.03598), and merged in a fixed order.
     """
-    call = call_like(
-        _calls if plan is None else plan.calls,
+    given = (
         q,
         k_pages,
         v_pages,
@@ -193,31 +221,10 @@ def paged_attention(
         out,
         lse,
     )
+    call = call_like(_calls if plan is None else plan.calls, *given)
     is_first = call.launches is None
     if is_first:
-        call.facts = _check(
-            q,
-            k_pages,
-            v_pages,
-            page_table,
-            query_starts,
-            seq_lens,
-            scale=scale,
-            window_tokens=window_tokens,
-            chunk_tokens=chunk_tokens,
-            is_causal=is_causal,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            spans=spans,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            k_slot_scales=k_slot_scales,
-            v_slot_scales=v_slot_scales,
-            out=out,
-            lse=lse,
-            plan=plan,
-        )
+        call.facts = _check(_Arguments(*given), plan)
     kind: AttentionKind = call.facts
     num_tokens, num_heads, _ = q.shape
     if out is None:
@@ -263,22 +270,11 @@ def paged_attention(
             "IS_PER_HEAD_SCALE": is_per_head_scale,
         }
         call.launches = list(_launches(plan, shared, q, k_pages, v_pages))
-    tensors = {
+    tensors = dict(zip(_POINTERS, given, strict=True))
+    tensors |= {
         "out_ptr": out,
-        "lse_ptr": lse,
-        "q_ptr": q,
-        "k_pages_ptr": k_pages,
-        "v_pages_ptr": v_pages,
-        "page_table_ptr": page_table,
-        "query_starts_ptr": query_starts,
-        "seq_lens_ptr": seq_lens,
-        "sinks_ptr": sinks,
-        "alibi_slopes_ptr": alibi_slopes,
-        "k_scale_ptr": k_scale,
-        "v_scale_ptr": v_scale,
         "k_slot_scales_ptr": slot_scales.k,
         "v_slot_scales_ptr": slot_scales.v,
-        "spans_ptr": spans,
         "row_tile_requests_ptr": plan.row_tile_requests,
         "row_tile_indices_ptr": plan.row_tile_indices,
         "partial_out_ptr": plan.partial_out,
@@ -432,92 +428,78 @@ def _specialized_launch(
     )
 
 
-def _check(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    window_tokens: int | None,
-    chunk_tokens: int | None,
-    is_causal: bool,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    spans: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_slot_scales: torch.Tensor | None,
-    v_slot_scales: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    plan: AttentionPlan | None,
-) -> AttentionKind:
+def _check(given: _Arguments, plan: AttentionPlan | None) -> AttentionKind:
     """Check everything that follows from the signature of a call, and return its kind of layer.
 
     Raises:
         ValueError: If something does not fit.
     """
-    check_shape("q", q, (None, None, None))
-    num_tokens, num_heads, head_dim = q.shape
-    check_shape("v_pages", v_pages, (None, None, None, None))
-    value_dim = v_pages.shape[3] * elements_per_item(v_pages.dtype)
+    check_shape("q", given.q, (None, None, None))
+    num_tokens, num_heads, head_dim = given.q.shape
+    check_shape("v_pages", given.v_pages, (None, None, None, None))
+    value_dim = given.v_pages.shape[3] * elements_per_item(given.v_pages.dtype)
     _check_widths(head_dim, value_dim)
-    check_shape("k_pages", k_pages, (None, None, None, None))
-    num_kv_heads = k_pages.shape[2]
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_rows("q", q)
-    check_pages(k_pages, v_pages, num_kv_heads, head_dim, q.dtype, value_dim=value_dim)
-    num_requests = check_page_table(page_table)
-    check_steps(query_starts, seq_lens, num_requests)
-    check_positive("scale", scale)
-    if soft_cap is not None:
-        check_positive("soft_cap", soft_cap)
-    _check_heads(q, sinks, alibi_slopes)
-    _check_spans(spans, num_tokens, plan)
-    check_scales(k_pages, k_scale, v_scale, num_kv_heads)
-    if k_scale is not None and v_scale is not None:
-        check_shape("v_scale", v_scale, k_scale.shape)
-    check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
-    if out is not None:
-        check_shape("out", out, (num_tokens, num_heads, value_dim))
-        check_dtype("out", out, (q.dtype,))
-        check_contiguous("out", out)
-    if lse is not None:
-        check_shape("lse", lse, (num_tokens, num_heads))
-        check_dtype("lse", lse, (torch.float32,))
-        check_contiguous("lse", lse)
+    check_shape("k_pages", given.k_pages, (None, None, None, None))
+    num_kv_heads = given.k_pages.shape[2]
+    check_dtype("q", given.q, FLOAT_DTYPES)
+    check_rows("q", given.q)
+    check_pages(
+        given.k_pages, given.v_pages, num_kv_heads, head_dim, given.q.dtype, value_dim=value_dim
+    )
+    num_requests = check_page_table(given.page_table)
+    check_steps(given.query_starts, given.seq_lens, num_requests)
+    check_positive("scale", given.scale)
+    if given.soft_cap is not None:
+        check_positive("soft_cap", given.soft_cap)
+    _check_heads(given.q, given.sinks, given.alibi_slopes)
+    _check_spans(given.spans, num_tokens, plan)
+    check_scales(given.k_pages, given.k_scale, given.v_scale, num_kv_heads)
+    if given.k_scale is not None and given.v_scale is not None:
+        check_shape("v_scale", given.v_scale, given.k_scale.shape)
+    check_slot_scales(
+        given.k_pages, given.k_slot_scales, given.v_slot_scales, given.k_scale, given.v_scale
+    )
+    if given.out is not None:
+        check_shape("out", given.out, (num_tokens, num_heads, value_dim))
+        check_dtype("out", given.out, (given.q.dtype,))
+        check_contiguous("out", given.out)
+    if given.lse is not None:
+        check_shape("lse", given.lse, (num_tokens, num_heads))
+        check_dtype("lse", given.lse, (torch.float32,))
+        check_contiguous("lse", given.lse)
     check_same_device(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=page_table,
-        query_starts=query_starts,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        spans=spans,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_slot_scales=k_slot_scales,
-        v_slot_scales=v_slot_scales,
-        out=out,
-        lse=lse,
+        q=given.q,
+        k_pages=given.k_pages,
+        v_pages=given.v_pages,
+        page_table=given.page_table,
+        query_starts=given.query_starts,
+        sinks=given.sinks,
+        alibi_slopes=given.alibi_slopes,
+        spans=given.spans,
+        k_scale=given.k_scale,
+        v_scale=given.v_scale,
+        k_slot_scales=given.k_slot_scales,
+        v_slot_scales=given.v_slot_scales,
+        out=given.out,
+        lse=given.lse,
         plan=None if plan is None else plan.unit_starts,
     )
     check_no_gradients(
-        q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, out=out
+        q=given.q,
+        k_pages=given.k_pages,
+        v_pages=given.v_pages,
+        sinks=given.sinks,
+        alibi_slopes=given.alibi_slopes,
+        out=given.out,
     )
     return kind_of(
-        q,
-        k_pages,
-        v_pages,
-        window_tokens=window_tokens,
-        chunk_tokens=chunk_tokens,
-        is_causal=is_causal,
-        has_slot_scales=k_slot_scales is not None,
+        given.q,
+        given.k_pages,
+        given.v_pages,
+        window_tokens=given.window_tokens,
+        chunk_tokens=given.chunk_tokens,
+        is_causal=given.is_causal,
+        has_slot_scales=given.k_slot_scales is not None,
     )
 
 

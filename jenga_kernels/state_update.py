@@ -1,5 +1,7 @@
 """One step, or a few, of the recurrence of a selective state space model, with states in pages."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -10,7 +12,7 @@ from jenga_kernels.checks.states import (
     per_channel,
 )
 from jenga_kernels.checks.tensors import check_same_device, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import state_update as reference
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
@@ -18,6 +20,29 @@ from jenga_kernels.triton.mamba.update import state_update_kernel
 from jenga_kernels.triton.recurrent.tiles import state_update_tiles
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `state_update`, in the same order."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    initial_slots: torch.Tensor
+    state_slots: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    dt_softplus: bool
+    dt_limits: tuple[float, float]
+    query_starts: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.state_update)
@@ -75,8 +100,7 @@ def state_update(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    call = call_like(
-        _calls,
+    given = (
         out,
         states,
         x,
@@ -93,116 +117,85 @@ def state_update(
         dt_limits,
         query_starts,
     )
+    call = call_like(_calls, *given)
     if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
-        call.launches = _launches(
-            out,
-            states,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            initial_slots,
-            state_slots,
-            D=D,
-            z=z,
-            dt_bias=dt_bias,
-            dt_softplus=dt_softplus,
-            dt_limits=dt_limits,
-            query_starts=query_starts,
-        )
-    call.run(
-        {
-            "out_ptr": out,
-            "states_ptr": states,
-            "x_ptr": x,
-            "dt_ptr": dt,
-            "A_ptr": A,
-            "B_ptr": B,
-            "C_ptr": C,
-            "D_ptr": D,
-            "z_ptr": z,
-            "dt_bias_ptr": dt_bias,
-            "query_starts_ptr": query_starts,
-            "initial_slots_ptr": initial_slots,
-            "state_slots_ptr": state_slots,
-        }
-    )
+        call.launches = _launches(_Arguments(*given))
+    call.run(dict(zip(_POINTERS, given, strict=True)))
 
 
-def _launches(
-    out: torch.Tensor,
-    states: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    initial_slots: torch.Tensor,
-    state_slots: torch.Tensor,
-    *,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_limits: tuple[float, float],
-    query_starts: torch.Tensor | None,
-) -> list[Launch]:
+def _launches(given: _Arguments) -> list[Launch]:
     """Check a call, and list the launches of a step.
 
     Raises:
         ValueError: If something does not fit.
     """
-    check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
-    num_tokens, num_heads, head_dim = x.shape
-    num_slots, _, _, d_state = states.shape
-    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, num_slots)
-    check_same_device(
-        x=x, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
+    check_recurrence(
+        given.out,
+        given.states,
+        given.x,
+        given.dt,
+        given.A,
+        given.B,
+        given.C,
+        D=given.D,
+        z=given.z,
+        dt_bias=given.dt_bias,
+        dt_limits=given.dt_limits,
     )
-    check_slots_apart(initial_slots, slots, query_starts=query_starts)
+    num_tokens, num_heads, head_dim = given.x.shape
+    num_slots, _, _, d_state = given.states.shape
+    slots = check_steps(
+        given.initial_slots, given.state_slots, given.query_starts, num_tokens, num_slots
+    )
+    check_same_device(
+        x=given.x,
+        initial_slots=given.initial_slots,
+        state_slots=given.state_slots,
+        query_starts=given.query_starts,
+    )
+    check_slots_apart(given.initial_slots, slots, query_starts=given.query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return []
-    D = per_channel(D, num_heads, head_dim)
+    D = per_channel(given.D, num_heads, head_dim)
     tiles = state_update_tiles(
-        machine_of(x.device),
+        machine_of(given.x.device),
         head_dim,
         d_state,
-        states.element_size(),
+        given.states.element_size(),
         num_states=num_requests * num_heads,
     )
-    stride_slot, stride_head, stride_dim, _ = strides(states)
+    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     constants = {
-        "dt_min": dt_limits[0],
-        "dt_max": dt_limits[1],
-        "stride_out_token": strides(out)[0],
-        "stride_out_head": strides(out)[1],
+        "dt_min": given.dt_limits[0],
+        "dt_max": given.dt_limits[1],
+        "stride_out_token": strides(given.out)[0],
+        "stride_out_head": strides(given.out)[1],
         "stride_states_slot": stride_slot,
         "stride_states_head": stride_head,
         "stride_states_dim": stride_dim,
-        "stride_x_token": strides(x)[0],
-        "stride_x_head": strides(x)[1],
-        "stride_dt_token": strides(dt)[0],
-        "stride_dt_head": strides(dt)[1],
-        "stride_B_token": strides(B)[0],
-        "stride_B_group": strides(B)[1],
-        "stride_C_token": strides(C)[0],
-        "stride_C_group": strides(C)[1],
+        "stride_x_token": strides(given.x)[0],
+        "stride_x_head": strides(given.x)[1],
+        "stride_dt_token": strides(given.dt)[0],
+        "stride_dt_head": strides(given.dt)[1],
+        "stride_B_token": strides(given.B)[0],
+        "stride_B_group": strides(given.B)[1],
+        "stride_C_token": strides(given.C)[0],
+        "stride_C_group": strides(given.C)[1],
         "stride_D_head": 0 if D is None else D.stride(0),
         "stride_D_dim": 0 if D is None else D.stride(1),
-        "stride_z_token": 0 if z is None else strides(z)[0],
-        "stride_z_head": 0 if z is None else strides(z)[1],
-        "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
-        "stride_initial": initial_slots.stride(0),
+        "stride_z_token": 0 if given.z is None else strides(given.z)[0],
+        "stride_z_head": 0 if given.z is None else strides(given.z)[1],
+        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        "stride_initial": given.initial_slots.stride(0),
         "stride_slots_request": slots.stride(0),
         "stride_slots_token": slots.stride(1),
-        "HEADS_PER_GROUP": num_heads // B.shape[1],
+        "HEADS_PER_GROUP": num_heads // given.B.shape[1],
         "HEAD_DIM": head_dim,
         "D_STATE": d_state,
-        "IS_PER_CHANNEL": A.dim() > 1,
-        "IS_SOFTPLUS": dt_softplus,
-        "HAS_LIMITS": dt_limits != (0.0, float("inf")),
+        "IS_PER_CHANNEL": given.A.dim() > 1,
+        "IS_SOFTPLUS": given.dt_softplus,
+        "HAS_LIMITS": given.dt_limits != (0.0, float("inf")),
         "BLOCK_P": tiles.block_dims,
         "BLOCK_N": power_of_two(d_state),
         "num_warps": tiles.num_warps,

@@ -298,11 +298,9 @@ def _pages(*shape: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
     return arena.as_strided((NUM_PAGES, *shape), (distance, *strides), offset)
 
 
-def _attention_call(
-    dtype: torch.dtype, head_dim: int, *, stored: torch.dtype | None = None, **options: float
-) -> Call:
+def _attention_call(dtype: torch.dtype, head_dim: int, **options: float) -> Call:
     num_heads, num_kv_heads, page_tokens = 8, 2, 16
-    slots = _pages(num_kv_heads, page_tokens, 2 * head_dim, dtype=stored or dtype).transpose(1, 2)
+    slots = _pages(num_kv_heads, page_tokens, 2 * head_dim, dtype=dtype).transpose(1, 2)
     return Call.of(
         "paged_attention",
         q=torch.empty(FEW_TOKENS, num_heads, head_dim, dtype=dtype, device="meta"),
@@ -373,7 +371,6 @@ def usual_calls(operation: str) -> list[Call]:
             _attention_call(bfloat16, 128),
             _attention_call(float16, 64, window_tokens=100, soft_cap=20.0),
             _attention_call(bfloat16, 256, reads_spans=True),
-            _attention_call(bfloat16, 128, stored=float8),
         ]
     if operation == "latent_attention":
         kinds = ((bfloat16, 16), (bfloat16, 64), (float8, 64))

@@ -1,7 +1,7 @@
 """Driver for Triton that runs launches in the emulator."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class Launcher:
         A tensor descriptor takes several parameters: the tensor map, the shape and the strides.
         """
         given, layouts = [], iter(self._maps or ())
-        for argument, kind in zip(arguments, self._kinds, strict=True):
+        for argument, kind in _flat(arguments, self._kinds):
             if str(kind).startswith("tensordesc"):
                 layout = next(layouts, None)
                 if layout is None:
@@ -133,6 +133,15 @@ class Launcher:
             elif kind != "constexpr":
                 given.append(argument)
         return given
+
+
+def _flat(arguments: Sequence[Any], kinds: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each argument with its type. Those of a named tuple are parameters of their own."""
+    for argument, kind in zip(arguments, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from _flat(argument, kind)
+        else:
+            yield argument, kind
 
 
 def _ptx_of(metadata: Any) -> Path:  # noqa: ANN401

@@ -41,7 +41,6 @@ bench_linear_attention; 8192; none
 bench_host_memory; ; all
 bench_state_replay; b8; vllm
 bench_paged_attention; P1 |P7 |X1 ; flash-attention-3
-bench_specialized_prefill; P12 ; jenga-plain
 """
 """Default list.
 

@@ -30,8 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
-        is_stored = shape.stored in {Stored.BF16, Stored.FP8}
-        is_prefill = shape.num_tokens > len(shape.requests) and is_stored
+        is_prefill = shape.num_tokens > len(shape.requests) and shape.stored == Stored.BF16
         if (benchmark.is_dry or is_prefill) and benchmark.wants_shape(shape.name):
             measure_shape(benchmark, shape, IMPLEMENTATIONS)
             if benchmark.device.type == "cuda":

@@ -23,7 +23,10 @@ SHIPPED = {
     "P12 llama-8b fp8 prefill 8k": "jenga-plain",
     "falcon-h1-7b 1x2048": "jenga-halves",
 }
-"""Shape -> its row that is called by default, for shapes whose row "jenga" is not."""
+"""Shape -> its row that is called by default, for shapes whose row "jenga" is not.
+
+The row "jenga" of P12 is of a kernel that has been removed since.
+"""
 
 UNSHIPPED = "jenga-unshipped"
 """Name in tables of such a shape's row "jenga"."""

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jenga_kernels.attention_plan import specialized_prefill_tiles
 from jenga_kernels.triton.lib.tiles import (
     HOPPER,
     INTERPRETER,
@@ -127,40 +128,6 @@ def test_specialized_prefill_takes_float16_beside_decoded_tokens():
     check_batch(batch, is_warp_specialized=True)
 
 
-@only_on_hopper
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
-def test_specialized_prefill_converts_fp8(head_dim, num_scales):
-    shape = Shape(
-        requests=((150, 150), (40, 300)),
-        head_dim=head_dim,
-        dtype=torch.bfloat16,
-        pages_dtype=torch.float8_e4m3fn,
-    )
-    batch = make_batch(shape, Options(window_tokens=120, num_scales=num_scales))
-    plan = {"decode_query_tokens": 0, "is_warp_specialized": True}
-    assert batch.plan(**plan).tiles.specialized_prefill is not None
-
-    check_batch(batch, **plan)
-
-
-@only_on_hopper
-@pytest.mark.parametrize("pages_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_specialized_prefill_converts_fp8_row_tile_after_row_tile(pages_dtype):
-    shape = Shape(
-        requests=REQUESTS,
-        head_dim=128,
-        dtype=torch.float16,
-        page_tokens=64,
-        pages_dtype=pages_dtype,
-    )
-    batch = make_batch(shape, Options(num_scales=1))
-    tiles = batch.plan(is_warp_specialized=True, decode_query_tokens=0).tiles
-    few = replace(tiles, specialized_prefill=replace(tiles.specialized_prefill, num_programs=3))
-
-    check_batch(batch, decode_query_tokens=0, tiles=few)
-
-
 @st.composite
 def long_requests(draw):
     """(query tokens, tokens stored), of several tiles too."""
@@ -178,7 +145,6 @@ def test_specialized_prefill_agrees_with_the_reference_on_random_batches(data):
         requests=tuple(data.draw(st.lists(long_requests(), min_size=1, max_size=3))),
         head_dim=data.draw(st.sampled_from([16, 64, 80, 128, 192, 256])),
         dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float16])),
-        pages_dtype=data.draw(st.sampled_from([None, torch.float8_e4m3fn])),
     )
     batch = make_batch(shape, data.draw(options(shape)), seed=data.draw(st.integers(0, 1000)))
     check_batch(batch, decode_query_tokens=0, is_warp_specialized=True)
@@ -223,12 +189,18 @@ def test_specialized_tiles_ask_for_row_tiles_of_their_size():
         batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
 
 
-def test_specialized_tiles_are_refused_where_slots_have_scales():
+@pytest.mark.parametrize(
+    ("pages_dtype", "has_slot_scales"),
+    [(torch.int8, True), (torch.float8_e4m3fn, False), (torch.float16, False)],
+    ids=["int8", "float8", "float16"],
+)
+def test_specialized_tiles_are_refused_for_pages_of_another_dtype(pages_dtype, has_slot_scales):
     hopper = Machine(capability=90, num_processors=132)
     specialized = specialized_tiles(hopper, head_dim=64, page_tokens=16, element_bytes=2)
-    shape = Shape(requests=((3, 3),), dtype=torch.bfloat16, pages_dtype=torch.int8)
-    batch = make_batch(shape, Options(has_slot_scales=True))
-    with pytest.raises(ValueError, match="no specialized_prefill where slots have scales"):
+    shape = Shape(requests=((3, 3),), dtype=torch.bfloat16, pages_dtype=pages_dtype)
+    batch = make_batch(shape, Options(has_slot_scales=has_slot_scales))
+    assert specialized_prefill_tiles(hopper, batch.kind, torch.bfloat16) is None
+    with pytest.raises(ValueError, match="where pages have another dtype than queries"):
         batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
 
 
@@ -239,17 +211,6 @@ def compile_the_usual_head():
 def compile_other_heads():
     for head_dim in (64, 256):
         launch(head_dim=head_dim, is_warp_specialized=True)
-
-
-def compile_fp8():
-    for head_dim in (64, 128, 256):
-        launch(
-            head_dim=head_dim,
-            is_warp_specialized=True,
-            pages_dtype=torch.float8_e4m3fn,
-            k_scale=torch.ones(1),
-            v_scale=torch.ones(1),
-        )
 
 
 def compile_options():
@@ -276,7 +237,6 @@ def compile_options():
     [
         compile_the_usual_head,
         pytest.param(compile_other_heads, marks=pytest.mark.slow),
-        pytest.param(compile_fp8, marks=pytest.mark.slow),
         pytest.param(compile_options, marks=pytest.mark.slow),
     ],
 )
@@ -286,10 +246,8 @@ def test_specialized_prefill_compiles_without_spills(job):
     found = [kernel for kernel in kernels if kernel.name == "attention_prefill_hopper_kernel"]
     assert found
     for kernel in found:
-        # All options at once leave no registers for a mask that is asked for only sometimes, nor
-        # conversions for a few numbers.
-        spilled = {compile_options: 48, compile_fp8: 16}
-        assert kernel.stack_bytes <= spilled.get(job, 0), kernel
+        # All options at once leave no registers for a mask that is asked for only sometimes.
+        assert kernel.stack_bytes <= (48 if job is compile_options else 0), kernel
         assert kernel.shared_bytes <= 227 << 10, kernel
         assert kernel.counts["wgmma"] > 0, kernel
         assert kernel.counts["tma"] > 0, kernel

@@ -1,5 +1,7 @@
 """Kernel of `jenga_kernels.kv_store`."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,7 @@ from jenga_kernels.triton.lib.device import (
     widened,
 )
 from jenga_kernels.triton.lib.fp8 import E4M3_MAX, to_fp8
+from jenga_kernels.triton.lib.groups import Pointer, with_groups
 from jenga_kernels.triton.lib.int4 import quantised_int4
 from jenga_kernels.triton.lib.int8 import INT8_MAX, to_int8
 
@@ -90,17 +93,46 @@ def _mask(live, places, ROW: tl.constexpr, BLOCK: tl.constexpr):
     return mask
 
 
+class Pages(NamedTuple):
+    """Pages, and the scales of their slots."""
+
+    k_pages_ptr: Pointer  # [num_pages, page_tokens, num_kv_heads, head_dim], or u8 with two in each
+    v_pages_ptr: Pointer  # the same with value_dim elements
+    k_slot_scales_ptr: Pointer  # f32, or i32 of u8, [num_pages, page_tokens, num_kv_heads], or None
+    v_slot_scales_ptr: Pointer  # as k_slot_scales_ptr
+
+
+class Inputs(NamedTuple):
+    """Keys and values to store."""
+
+    k_ptr: Pointer  # [num_tokens, num_kv_heads, head_dim]
+    v_ptr: Pointer  # [num_tokens, num_kv_heads, value_dim]
+
+
+class StoreTiles(NamedTuple):
+    """Tiles and flags for which `kv_store_kernel` is compiled."""
+
+    NUM_KV_HEADS: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    PAGE_TOKENS: int
+    IS_PER_HEAD_K: bool
+    IS_PER_HEAD_V: bool
+    HAS_FP8: bool
+    BLOCK_ROWS: int
+    BLOCK_D: int
+    BLOCK_LINE: int
+    THREAD_ELEMENTS: int
+
+
 # Counts differ from step to step and must not cause another compilation.
+@with_groups(pages=Pages, inputs=Inputs, tiles=StoreTiles)
 @triton.jit(do_not_specialize=["num_tokens"])
 def kv_store_kernel(
     # Outputs
-    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim], or u8 with two in each
-    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim], or u8 with two in each
-    k_slot_scales_ptr,  # f32, or words i32 of u8, [num_pages, page_tokens, num_kv_heads], or None
-    v_slot_scales_ptr,  # as k_slot_scales_ptr
+    pages,
     # Inputs
-    k_ptr,  # [num_tokens, num_kv_heads, head_dim]
-    v_ptr,  # [num_tokens, num_kv_heads, value_dim]
+    inputs,
     slots_ptr,  # i64[num_tokens]
     k_scale_ptr,  # f32[1] or f32[num_kv_heads]
     v_scale_ptr,  # f32[1] or f32[num_kv_heads]
@@ -118,42 +150,37 @@ def kv_store_kernel(
     stride_v_token: tl.int64,
     stride_v_head: tl.int64,
     # Tiles and flags
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    IS_PER_HEAD_K: tl.constexpr,
-    IS_PER_HEAD_V: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_LINE: tl.constexpr,
-    THREAD_ELEMENTS: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Store rows from p * BLOCK_ROWS on in program p; a row is one head of one token."""
-    STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
+    THREAD_ELEMENTS: tl.constexpr = tiles.THREAD_ELEMENTS
+    STORED: tl.constexpr = pages.k_pages_ptr.dtype.element_ty
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    tokens = rows // NUM_KV_HEADS
-    heads = rows % NUM_KV_HEADS
+    rows = tl.program_id(0).to(tl.int64) * tiles.BLOCK_ROWS + tl.arange(0, tiles.BLOCK_ROWS)
+    tokens = rows // tiles.NUM_KV_HEADS
+    heads = rows % tiles.NUM_KV_HEADS
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)  # i64[BLOCK_ROWS]
     live = slots >= 0
     # Rows consist of lines of memory, and a thread has a part of each line of one row.
-    NUM_LINES: tl.constexpr = BLOCK_D // BLOCK_LINE
-    dims = _places(NUM_LINES, BLOCK_LINE)
-    k_mask = _mask(live, dims, HEAD_DIM, BLOCK_D)
-    v_mask = _mask(live, dims, VALUE_DIM, BLOCK_D)
+    NUM_LINES: tl.constexpr = tiles.BLOCK_D // tiles.BLOCK_LINE
+    dims = _places(NUM_LINES, tiles.BLOCK_LINE)
+    k_mask = _mask(live, dims, tiles.HEAD_DIM, tiles.BLOCK_D)
+    v_mask = _mask(live, dims, tiles.VALUE_DIM, tiles.BLOCK_D)
 
     k_offsets = tokens * stride_k_token + heads * stride_k_head
     v_offsets = tokens * stride_v_token + heads * stride_v_head
-    k = tl.load(k_ptr + k_offsets[None, :, None] + dims, mask=k_mask)  # [lines, rows, BLOCK_LINE]
-    v = tl.load(v_ptr + v_offsets[None, :, None] + dims, mask=v_mask)  # [lines, rows, BLOCK_LINE]
+    k = tl.load(
+        inputs.k_ptr + k_offsets[None, :, None] + dims, mask=k_mask
+    )  # [lines, rows, BLOCK_LINE]
+    v = tl.load(
+        inputs.v_ptr + v_offsets[None, :, None] + dims, mask=v_mask
+    )  # [lines, rows, BLOCK_LINE]
 
     slot = tl.where(live, slots, 0)
-    in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
-    if k_slot_scales_ptr is None:
-        k = _stored(k, heads, live, k_scale_ptr, STORED, HAS_FP8, IS_PER_HEAD_K)
-        v = _stored(v, heads, live, v_scale_ptr, STORED, HAS_FP8, IS_PER_HEAD_V)
+    in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, tiles.PAGE_TOKENS)
+    if pages.k_slot_scales_ptr is None:
+        k = _stored(k, heads, live, k_scale_ptr, STORED, tiles.HAS_FP8, tiles.IS_PER_HEAD_K)
+        v = _stored(v, heads, live, v_scale_ptr, STORED, tiles.HAS_FP8, tiles.IS_PER_HEAD_V)
     else:
         if IS_INT4:
             k, k_scales = quantised_int4(widened(k), k_mask, LEAST_STORED)
@@ -161,18 +188,18 @@ def kv_store_kernel(
         else:
             k, k_scales = _quantised(k, k_mask, STORED)
             v, v_scales = _quantised(v, v_mask, STORED)
-        in_scales = slot_offsets(slot, stride_scales_page, stride_scales_slot, PAGE_TOKENS)
+        in_scales = slot_offsets(slot, stride_scales_page, stride_scales_slot, tiles.PAGE_TOKENS)
         in_scales += heads * stride_scales_head
-        tl.store(k_slot_scales_ptr + in_scales, k_scales, mask=live)
-        tl.store(v_slot_scales_ptr + in_scales, v_scales, mask=live)
+        tl.store(pages.k_slot_scales_ptr + in_scales, k_scales, mask=live)
+        tl.store(pages.v_slot_scales_ptr + in_scales, v_scales, mask=live)
     if IS_INT4:
-        dims = _places(NUM_LINES, BLOCK_LINE // 2)
-        k_mask = _mask(live, dims, HEAD_DIM // 2, BLOCK_D // 2)
-        v_mask = _mask(live, dims, VALUE_DIM // 2, BLOCK_D // 2)
+        dims = _places(NUM_LINES, tiles.BLOCK_LINE // 2)
+        k_mask = _mask(live, dims, tiles.HEAD_DIM // 2, tiles.BLOCK_D // 2)
+        v_mask = _mask(live, dims, tiles.VALUE_DIM // 2, tiles.BLOCK_D // 2)
     offsets = (in_pages + heads * stride_pages_head)[None, :, None] + dims
     # A thread stores as many elements as it loads at once; see `store_rows`.
     offsets = tl.max_contiguous(
         offsets, [1, 1, THREAD_ELEMENTS // 2 if IS_INT4 else THREAD_ELEMENTS]
     )
-    tl.store(k_pages_ptr + offsets, k, mask=k_mask)
-    tl.store(v_pages_ptr + offsets, v, mask=v_mask)
+    tl.store(pages.k_pages_ptr + offsets, k, mask=k_mask)
+    tl.store(pages.v_pages_ptr + offsets, v, mask=v_mask)

@@ -1,11 +1,15 @@
 """Kernel of `jenga_kernels.attention_plan`: work lists of a step."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from jenga_kernels.triton.attention.groups import DecodeWork, RowWork
 from jenga_kernels.triton.attention.tile import first_visible
 from jenga_kernels.triton.lib.addressing import first_tile_key
 from jenga_kernels.triton.lib.device import ceil_div, device_function
+from jenga_kernels.triton.lib.groups import with_groups
 
 MAX_SPLITS = tl.constexpr(8)
 """Most splits of a request's keys in batch-invariant mode. It bounds the memory for partial
@@ -135,15 +139,27 @@ def _units(
     return units, row_tiles
 
 
+class PlanTiles(NamedTuple):
+    """Tiles and flags for which `attention_plan_kernel` is compiled."""
+
+    NUM_KV_HEADS: int
+    GROUP: int
+    QUERY_TOKENS: int
+    PAGE_TOKENS: int
+    IS_INVARIANT: bool
+    BLOCK_N: int
+    BLOCK_M: int
+    BLOCK_REQUESTS: int
+    BLOCK_ENTRIES: int
+
+
 # Counts differ from step to step and must not cause another compilation.
+@with_groups(work=DecodeWork, row_work=RowWork, tiles=PlanTiles)
 @triton.jit(do_not_specialize=["num_requests", "num_programs", "max_row_tiles"])
 def attention_plan_kernel(
     # Outputs
-    unit_starts_ptr,  # i32[num_requests + 1], decode work before each request, per KV head
-    units_per_program_ptr,  # i32[1]
-    first_requests_ptr,  # i32[num_programs], request where each decode program begins
-    row_tile_requests_ptr,  # i32[max_row_tiles], request of each tile of prefill rows, or -1
-    row_tile_indices_ptr,  # i32[max_row_tiles], index of each tile among those of its request
+    work,
+    row_work,
     # Inputs
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -155,15 +171,7 @@ def attention_plan_kernel(
     num_programs,
     max_row_tiles,
     # Tiles and flags
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_TOKENS: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    IS_INVARIANT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr,
-    BLOCK_ENTRIES: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Make entries from p * BLOCK_ENTRIES on of each list in program p, and sums in program 0.
 
@@ -171,33 +179,33 @@ def attention_plan_kernel(
     program waits for another.
     """
     total = 0
-    for block in range(0, num_requests, BLOCK_REQUESTS):
+    for block in range(0, num_requests, tiles.BLOCK_REQUESTS):
         units, _ = _units(
-            block + tl.arange(0, BLOCK_REQUESTS),
+            block + tl.arange(0, tiles.BLOCK_REQUESTS),
             query_starts_ptr,
             seq_lens_ptr,
             window_tokens,
             chunk_tokens,
             num_requests,
-            GROUP,
-            QUERY_TOKENS,
-            PAGE_TOKENS,
-            IS_INVARIANT,
-            BLOCK_N,
-            BLOCK_M,
+            tiles.GROUP,
+            tiles.QUERY_TOKENS,
+            tiles.PAGE_TOKENS,
+            tiles.IS_INVARIANT,
+            tiles.BLOCK_N,
+            tiles.BLOCK_M,
         )
         total += tl.sum(units, 0)
-    units_per_program = tl.maximum(1, ceil_div(total * NUM_KV_HEADS, num_programs))
+    units_per_program = tl.maximum(1, ceil_div(total * tiles.NUM_KV_HEADS, num_programs))
 
-    entries = tl.program_id(0) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
+    entries = tl.program_id(0) * tiles.BLOCK_ENTRIES + tl.arange(0, tiles.BLOCK_ENTRIES)
     positions = entries * units_per_program  # i32[BLOCK_ENTRIES], flat, over requests and heads
-    first_requests = tl.full([BLOCK_ENTRIES], 0, tl.int32)
-    row_tile_requests = tl.full([BLOCK_ENTRIES], 0, tl.int32)
-    row_tile_ends = tl.full([BLOCK_ENTRIES], 2147483647, tl.int32)
+    first_requests = tl.full([tiles.BLOCK_ENTRIES], 0, tl.int32)
+    row_tile_requests = tl.full([tiles.BLOCK_ENTRIES], 0, tl.int32)
+    row_tile_ends = tl.full([tiles.BLOCK_ENTRIES], 2147483647, tl.int32)
     units_before = 0
     row_tiles_before = 0
-    for block in range(0, num_requests, BLOCK_REQUESTS):
-        requests = block + tl.arange(0, BLOCK_REQUESTS)
+    for block in range(0, num_requests, tiles.BLOCK_REQUESTS):
+        requests = block + tl.arange(0, tiles.BLOCK_REQUESTS)
         units, row_tiles = _units(
             requests,
             query_starts_ptr,
@@ -205,19 +213,19 @@ def attention_plan_kernel(
             window_tokens,
             chunk_tokens,
             num_requests,
-            GROUP,
-            QUERY_TOKENS,
-            PAGE_TOKENS,
-            IS_INVARIANT,
-            BLOCK_N,
-            BLOCK_M,
+            tiles.GROUP,
+            tiles.QUERY_TOKENS,
+            tiles.PAGE_TOKENS,
+            tiles.IS_INVARIANT,
+            tiles.BLOCK_N,
+            tiles.BLOCK_M,
         )
         live = requests < num_requests
         unit_ends = units_before + tl.cumsum(units, 0)  # i32[BLOCK_REQUESTS]
         ends = row_tiles_before + tl.cumsum(row_tiles, 0)  # i32[BLOCK_REQUESTS]
         if tl.program_id(0) == 0:
-            tl.store(unit_starts_ptr + requests, unit_ends - units, mask=live)
-        is_before = (unit_ends * NUM_KV_HEADS)[None, :] <= positions[:, None]
+            tl.store(work.unit_starts_ptr + requests, unit_ends - units, mask=live)
+        is_before = (unit_ends * tiles.NUM_KV_HEADS)[None, :] <= positions[:, None]
         first_requests += tl.sum((is_before & live[None, :]).to(tl.int32), 1)
         is_before = ends[None, :] <= entries[:, None]
         row_tile_requests += tl.sum((is_before & live[None, :]).to(tl.int32), 1)
@@ -227,12 +235,16 @@ def attention_plan_kernel(
         row_tiles_before += tl.sum(row_tiles, 0)
 
     if tl.program_id(0) == 0:
-        tl.store(unit_starts_ptr + num_requests, total)
-        tl.store(units_per_program_ptr, units_per_program)
+        tl.store(work.unit_starts_ptr + num_requests, total)
+        tl.store(work.units_per_program_ptr, units_per_program)
     first_requests = tl.minimum(first_requests, tl.maximum(num_requests - 1, 0))
-    tl.store(first_requests_ptr + entries, first_requests, mask=entries < num_programs)
+    tl.store(work.first_requests_ptr + entries, first_requests, mask=entries < num_programs)
     # The last rows of a request read the most keys, so they begin first.
     is_used = entries < row_tiles_before
     mask = entries < max_row_tiles
-    tl.store(row_tile_requests_ptr + entries, tl.where(is_used, row_tile_requests, -1), mask=mask)
-    tl.store(row_tile_indices_ptr + entries, row_tile_ends - 1 - entries, mask=mask)
+    tl.store(
+        row_work.row_tile_requests_ptr + entries,
+        tl.where(is_used, row_tile_requests, -1),
+        mask=mask,
+    )
+    tl.store(row_work.row_tile_indices_ptr + entries, row_tile_ends - 1 - entries, mask=mask)

@@ -4,11 +4,14 @@ A row is one head of one query token. The rows of a request that read the same K
 `row = token * GROUP + head in group`. So one tile of queries serves a whole group.
 """
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from jenga_kernels.triton.lib.addressing import key_offsets
 from jenga_kernels.triton.lib.device import device_function, log2, reciprocal, rounded
 from jenga_kernels.triton.lib.fp8 import split_e5m2_pairs, split_pairs
+from jenga_kernels.triton.lib.groups import Pointer
 from jenga_kernels.triton.lib.int4 import (
     FIRST_UNIT,
     SECOND_UNIT,
@@ -67,6 +70,33 @@ def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     return mask
 
 
+class QueryRows(NamedTuple):
+    """Rows of queries, and which keys each of them reads. A row is one head of one token."""
+
+    q: Any  # [M, BLOCK_D]; for pairs two of f16[M, BLOCK_D // 2], for quads four of a quarter
+    q_sums: Any  # f32[M]: sums of q for pairs and quads of elements of four bits; else None
+    positions: Any  # i32[M]
+    row_starts: Any  # i32[M] or None: first key each row reads
+    row_ends: Any  # i32[M], one past the last
+    span_starts: Any  # i32[M] or None: first key of each row's span, read in addition
+    span_ends: Any  # i32[M] or None
+    slopes: Any  # f32[M] or None: ALiBi
+
+
+class Pages(NamedTuple):
+    """Pages of a KV head, as pairs, quads or elements, and a request's page table."""
+
+    k_pages_ptr: Pointer
+    v_pages_ptr: Pointer
+    k_scales_ptr: Pointer  # f32, or words i32, of each slot, or None
+    v_scales_ptr: Pointer  # as k_scales_ptr
+    page_table_ptr: Pointer  # i32[max_pages], the request's row
+    stride_pages_page: Any
+    stride_pages_slot: Any
+    stride_scales_page: Any  # this and the next are None without scales
+    stride_scales_slot: Any
+
+
 @device_function
 def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Running softmax of the rows
@@ -75,21 +105,9 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     row_sum,  # f32[M], or f32[M, BLOCK_N]: one sum for each place of a key in its tile
     value_unit,  # f32: unit of acc for pairs and quads with slot scales, the greatest scale so far
     least_sums,  # f32[M, BLOCK_N]: for split int4, least elements times weights, added to acc later
-    # Rows
-    q,  # [M, BLOCK_D]; for pairs two of f16[M, BLOCK_D // 2], for quads four of a quarter
-    q_sums,  # f32[M]: sums of q for pairs and quads of elements of four bits; else None
-    positions,  # i32[M]
-    row_starts,  # i32[M] or None: first key each row reads
-    row_ends,  # i32[M], one past the last
-    span_starts,  # i32[M] or None: first key of each row's span, read in addition
-    span_ends,  # i32[M] or None
-    slopes,  # f32[M] or None: ALiBi
-    # Keys, as pairs, quads or elements
-    k_pages_ptr,
-    v_pages_ptr,
-    k_scales_ptr,  # f32, or words i32, of each slot, or None
-    v_scales_ptr,  # as k_scales_ptr
-    page_table_ptr,  # i32[max_pages], the request's row
+    # Inputs
+    rows,  # QueryRows
+    pages,  # Pages
     tiles_start,
     tile,
     keys_start,  # no key outside [keys_start, keys_end) is read
@@ -97,18 +115,9 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Scalars
     scale,
     soft_cap,
-    # Strides, in elements
-    stride_pages_page,
-    stride_pages_slot,
-    stride_scales_page,  # this and the next are None without scales
-    stride_scales_slot,
     # Tiles and flags
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    layer: tl.constexpr,  # Layer
+    tiles: tl.constexpr,  # DecodeTiles or PrefillTiles
     STORED: tl.constexpr,  # element type of the pages
     K_SPLIT: tl.constexpr,
     V_SPLIT: tl.constexpr,
@@ -142,8 +151,8 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     V_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and V_SPLIT == 1 else V_SPLIT)
     # Keys count from `origin`. With KEEPS_OFFSETS that is the tile's first key, and bounds of rows
     # are made relative to the tile. This takes fewer instructions, but more registers.
-    keys = tl.arange(0, BLOCK_N)
-    origin = tiles_start + tile * BLOCK_N
+    keys = tl.arange(0, tiles.BLOCK_N)
+    origin = tiles_start + tile * tiles.BLOCK_N
     if not KEEPS_OFFSETS:
         keys += origin
         origin = 0
@@ -151,78 +160,82 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     if IS_EDGE:
         live = keys < keys_end - origin
         # Tiles begin with the first key, unless they are aligned or must stay within a page.
-        if (IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0) and row_starts is not None:
+        if (IS_ALIGNED or layer.PAGE_TOKENS % tiles.BLOCK_N == 0) and rows.row_starts is not None:
             live = live & (keys >= keys_start - origin)
     offsets, scale_offsets = key_offsets(
-        page_table_ptr,
+        pages.page_table_ptr,
         tiles_start,
         tile,
         keys_end if IS_EDGE else None,
-        stride_pages_page,
-        stride_pages_slot,
-        PAGE_TOKENS,
-        BLOCK_N,
-        STARTS_PAGE=row_starts is None,
+        pages.stride_pages_page,
+        pages.stride_pages_slot,
+        layer.PAGE_TOKENS,
+        tiles.BLOCK_N,
+        STARTS_PAGE=rows.row_starts is None,
         KEEPS_OFFSETS=KEEPS_OFFSETS,
-        stride_scales_page=stride_scales_page,
-        stride_scales_slot=stride_scales_slot,
+        stride_scales_page=pages.stride_scales_page,
+        stride_scales_slot=pages.stride_scales_slot,
     )
     k_scales = None
     v_scales = None
-    if k_scales_ptr is not None:
-        k_scales = load_scales(k_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
-        v_scales = load_scales(v_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
+    if pages.k_scales_ptr is not None:
+        k_scales = load_scales(pages.k_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
+        v_scales = load_scales(pages.v_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
     # A dead slot may hold NaN, and 0 * NaN is NaN. So values are zeroed, not only their weights.
     k_offsets = offsets // 2 if K_SPLIT == 2 * V_SPLIT else offsets
-    k = load_rows(k_pages_ptr, k_offsets, live, HEAD_DIM // K_ITEM, BLOCK_D // K_ITEM)
-    v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM // V_ITEM, BLOCK_V // V_ITEM)
+    k = load_rows(
+        pages.k_pages_ptr, k_offsets, live, layer.HEAD_DIM // K_ITEM, tiles.BLOCK_D // K_ITEM
+    )
+    v = load_rows(
+        pages.v_pages_ptr, offsets, live, tiles.VALUE_DIM // V_ITEM, tiles.BLOCK_V // V_ITEM
+    )
     if IS_SPLIT:
         if IS_INT4:
             k_scales, k_least = split_words(k_scales)  # f32[BLOCK_N] each
             v_scales, v_least = split_words(v_scales)  # f32[BLOCK_N] each
         k = _split(k, STORED, K_SPLIT)  # f16[BLOCK_N, BLOCK_D // K_SPLIT] each
         v = _split(v, STORED, V_SPLIT)  # f16[BLOCK_N, BLOCK_V // V_SPLIT] each
-        scores = matmul(q[0], tl.trans(k[0]))  # f32[M, BLOCK_N]
+        scores = matmul(rows.q[0], tl.trans(k[0]))  # f32[M, BLOCK_N]
         if K_SPLIT == QUAD:
-            scores = matmul_add(q[2], tl.trans(k[2]), scores)
+            scores = matmul_add(rows.q[2], tl.trans(k[2]), scores)
         if IS_INT4:
             scores = scores * (SECOND_UNIT / FIRST_UNIT)
             k_scales = k_scales * (1 / SECOND_UNIT)
-        scores = matmul_add(q[1], tl.trans(k[1]), scores)
+        scores = matmul_add(rows.q[1], tl.trans(k[1]), scores)
         if K_SPLIT == QUAD:
-            scores = matmul_add(q[3], tl.trans(k[3]), scores)
+            scores = matmul_add(rows.q[3], tl.trans(k[3]), scores)
         if k_scales is not None:
             scores = scores * k_scales[None, :]
         if IS_INT4:
-            scores = scores + q_sums[:, None] * k_least[None, :]
+            scores = scores + rows.q_sums[:, None] * k_least[None, :]
     elif IS_INT4:
-        k = restored_int4(k, k_scales, q.dtype)  # [BLOCK_N, BLOCK_D]
-        v = restored_int4(v, v_scales, q.dtype)  # [BLOCK_N, BLOCK_V]
-        scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
+        k = restored_int4(k, k_scales, rows.q.dtype)  # [BLOCK_N, BLOCK_D]
+        v = restored_int4(v, v_scales, rows.q.dtype)  # [BLOCK_N, BLOCK_V]
+        scores = matmul(rows.q, tl.trans(k))  # f32[M, BLOCK_N]
     else:
-        k = from_stored(k, q.dtype)  # [BLOCK_N, BLOCK_D]
+        k = from_stored(k, rows.q.dtype)  # [BLOCK_N, BLOCK_D]
         if v_scales is None:
-            v = from_stored(v, q.dtype)  # [BLOCK_N, BLOCK_V]
+            v = from_stored(v, rows.q.dtype)  # [BLOCK_N, BLOCK_V]
         else:
-            v = rounded(from_stored(v, tl.float32) * v_scales[:, None], q.dtype)
-        scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
+            v = rounded(from_stored(v, tl.float32) * v_scales[:, None], rows.q.dtype)
+        scores = matmul(rows.q, tl.trans(k))  # f32[M, BLOCK_N]
         if k_scales is not None:
             scores = scores * k_scales[None, :]
 
     to_base_2 = scale * LOG2_E
-    if soft_cap is not None or slopes is not None:
+    if soft_cap is not None or rows.slopes is not None:
         to_base_2 = LOG2_E
         scores = scores * scale if soft_cap is None else soft_capped(scores, scale, soft_cap)
-        if slopes is not None:
-            distances = keys[None, :] - (positions - origin)[:, None]
-            scores += slopes[:, None] * distances.to(tl.float32)
+        if rows.slopes is not None:
+            distances = keys[None, :] - (rows.positions - origin)[:, None]
+            scores += rows.slopes[:, None] * distances.to(tl.float32)
     if IS_EDGE:
-        visible = keys[None, :] < (row_ends - origin)[:, None]
-        if row_starts is not None:
-            visible = visible & (keys[None, :] >= (row_starts - origin)[:, None])
-        if span_starts is not None:
-            in_span = keys[None, :] >= (span_starts - origin)[:, None]
-            in_span = in_span & (keys[None, :] < (span_ends - origin)[:, None])
+        visible = keys[None, :] < (rows.row_ends - origin)[:, None]
+        if rows.row_starts is not None:
+            visible = visible & (keys[None, :] >= (rows.row_starts - origin)[:, None])
+        if rows.span_starts is not None:
+            in_span = keys[None, :] >= (rows.span_starts - origin)[:, None]
+            in_span = in_span & (keys[None, :] < (rows.span_ends - origin)[:, None])
             visible = visible | in_span
         scores = tl.where(visible, scores, float("-inf"))
 

@@ -1,11 +1,16 @@
 """Kernel of `jenga_kernels.causal_conv`."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from jenga_kernels.triton.conv.groups import Filters, Gates
 from jenga_kernels.triton.lib.addressing import page_offsets
 from jenga_kernels.triton.lib.device import device_function
+from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.lib.requests import find_block
+from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.recurrence import (
     checkpoint_range,
     column_offsets,
@@ -39,6 +44,25 @@ def kept_inputs(
     return kept
 
 
+class ConvTiles(NamedTuple):
+    """Tiles and flags for which `causal_conv_kernel` is compiled."""
+
+    stride_weight_dim: int
+    stride_weight_column: int
+    DIM: int
+    WIDTH: int
+    NUM_COLUMNS: int
+    IS_SILU: bool
+    X_ALIGNMENT: int
+    BLOCK_T: int
+    BLOCK_D: int
+    BLOCK_W: int
+    RUN_TOKENS: int
+
+
+@with_groups(
+    requests=Requests, checkpoints=Checkpoints, filters=Filters, gates=Gates, tiles=ConvTiles
+)
 @triton.jit(do_not_specialize=["num_requests"])
 def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
@@ -46,17 +70,11 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     states_ptr,  # [num_slots, dim, width - 1 or more]
     # Inputs
     x_ptr,  # [num_tokens, dim]
-    weight_ptr,  # [dim, width]
-    bias_ptr,  # [dim]
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests]
-    checkpoint_starts_ptr,  # i32[num_requests + 1]
-    checkpoint_after_ptr,  # i32[num_checkpoints]
-    checkpoint_slots_ptr,  # i32[num_checkpoints]
+    filters,
+    requests,
+    checkpoints,
     computed_tokens_ptr,  # i32[num_requests]
-    input_gates_ptr,  # [num_tokens, dim]
-    output_gates_ptr,  # [num_tokens, dim]
+    gates,
     # Sizes
     num_requests,
     # Strides, in elements; that of channels is untyped, because Triton tests only such for 1
@@ -65,43 +83,39 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     stride_states_dim,
     stride_states_column: tl.int64,
     stride_x_token: tl.int64,
-    stride_weight_dim: tl.constexpr,
-    stride_weight_column: tl.constexpr,
     stride_initial: tl.int64,
     stride_slots: tl.int64,
     stride_computed: tl.int64,
     stride_input_gates: tl.int64,
     stride_output_gates: tl.int64,
     # Tiles and flags
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    IS_SILU: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    RUN_TOKENS: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Convolve block b in BLOCK_D channels in program (d, b). A first block writes states too."""
-    request, block = find_block(query_starts_ptr, num_requests, tl.program_id(1), BLOCK_T)
-    channels = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    is_channel = channels < DIM
+    input_gates_ptr = gates.input_gates_ptr
+    output_gates_ptr = gates.output_gates_ptr
+    WIDTH: tl.constexpr = tiles.WIDTH
+    RUN_TOKENS: tl.constexpr = tiles.RUN_TOKENS
+    request, block = find_block(
+        requests.query_starts_ptr, num_requests, tl.program_id(1), tiles.BLOCK_T
+    )
+    channels = tl.program_id(0) * tiles.BLOCK_D + tl.arange(0, tiles.BLOCK_D)
+    is_channel = channels < tiles.DIM
     dims, is_dim = channels[None, :], is_channel[None, :]
-    query_start = tl.load(query_starts_ptr + request)
-    num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
-    final_slot = tl.load(state_slots_ptr + request * stride_slots)
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    query_start = tl.load(requests.query_starts_ptr + request)
+    num_tokens = tl.load(requests.query_starts_ptr + request + 1) - query_start
+    final_slot = tl.load(requests.state_slots_ptr + request * stride_slots)
+    initial_slot = tl.load(requests.initial_slots_ptr + request * stride_initial)
     query_start = query_start.to(tl.int64)
-    runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None] * RUN_TOKENS  # [rows, 1]
-    positions = block * BLOCK_T + runs
+    runs = tl.arange(0, tiles.BLOCK_T // RUN_TOKENS)[:, None] * RUN_TOKENS  # [rows, 1]
+    positions = block * tiles.BLOCK_T + runs
     out_ptr += (query_start + positions) * stride_out_token + dims
     # The first block runs even without tokens, because it passes the state on to its slot. Before
     # the tokens of the first request, there may be blocks of no request.
-    is_past = (block < 0) | ((block > 0) & (block * BLOCK_T >= num_tokens))
+    is_past = (block < 0) | ((block > 0) & (block * tiles.BLOCK_T >= num_tokens))
     # One branch for both, so that starts and slots are loaded at once.
     if is_past | (final_slot <= 0):
-        zero = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, out_ptr.dtype.element_ty)
+        zero = tl.full([tiles.BLOCK_T // RUN_TOKENS, tiles.BLOCK_D], 0.0, out_ptr.dtype.element_ty)
         for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
             is_token = mask_if(block >= 0, positions + t < num_tokens)
             tl.store(out_ptr, zero, mask=is_token & is_dim)
@@ -111,19 +125,21 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     in_page = dims.to(tl.int64) * stride_states_dim  # [1, D]
     initial_ptr = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
     # This product tells Triton the divisor of the stride. For arguments it recognises 16 only.
-    stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
+    stride_x_token = stride_x_token // tiles.X_ALIGNMENT * tiles.X_ALIGNMENT
     x_ptr += query_start * stride_x_token + dims
     if input_gates_ptr is not None:
-        stride_input_gates = stride_input_gates // X_ALIGNMENT * X_ALIGNMENT
+        stride_input_gates = stride_input_gates // tiles.X_ALIGNMENT * tiles.X_ALIGNMENT
         input_gates_ptr += query_start * stride_input_gates + dims
     if output_gates_ptr is not None:
-        stride_output_gates = stride_output_gates // X_ALIGNMENT * X_ALIGNMENT
+        stride_output_gates = stride_output_gates // tiles.X_ALIGNMENT * tiles.X_ALIGNMENT
         output_gates_ptr += (query_start + positions) * stride_output_gates + dims
     has_initial = mask_if(initial_slot > 0, is_dim)
-    nothing = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, states_ptr.dtype.element_ty)
+    nothing = tl.full(
+        [tiles.BLOCK_T // RUN_TOKENS, tiles.BLOCK_D], 0.0, states_ptr.dtype.element_ty
+    )
     kept = (nothing, nothing, nothing)
     num_before = 0
-    if NUM_COLUMNS is not None:
+    if tiles.NUM_COLUMNS is not None:
         num_before = tl.load(computed_tokens_ptr + request * stride_computed)
     if block == 0:
         kept = kept_inputs(
@@ -133,7 +149,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             num_before,
             stride_states_column,
             WIDTH,
-            NUM_COLUMNS,
+            tiles.NUM_COLUMNS,
         )
     # All inputs of a run are loaded, each of them once, before a result is stored.
     sources = (positions + (1 - WIDTH)).to(tl.int64)
@@ -152,11 +168,17 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             source_gates_ptr += stride_input_gates
         inputs += (source,)
     weights = conv_weights(
-        weight_ptr, channels, is_channel, stride_weight_dim, stride_weight_column, WIDTH, BLOCK_D
+        filters.weight_ptr,
+        channels,
+        is_channel,
+        tiles.stride_weight_dim,
+        tiles.stride_weight_column,
+        WIDTH,
+        tiles.BLOCK_D,
     )
-    bias = tl.full([1, BLOCK_D], 0.0, tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    bias = tl.full([1, tiles.BLOCK_D], 0.0, tl.float32)
+    if filters.bias_ptr is not None:
+        bias = tl.load(filters.bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
     window = ()
     for t in tl.static_range(WIDTH - 1):  # pyright: ignore[reportGeneralTypeIssues]
         window += (inputs[t].to(tl.float32) + kept[t].to(tl.float32),)
@@ -165,7 +187,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
         acc = bias
         for tap in tl.static_range(WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
             acc += window[t + tap] * weights[4 - WIDTH + tap][None, :]
-        if IS_SILU:
+        if tiles.IS_SILU:
             acc = silu(acc)
         live = (positions + t < num_tokens) & is_dim
         if output_gates_ptr is not None:
@@ -176,17 +198,22 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     if block > 0:
         return
 
-    columns = tl.arange(0, BLOCK_W)[:, None]  # [W, 1]
+    columns = tl.arange(0, tiles.BLOCK_W)[:, None]  # [W, 1]
     is_column = columns < WIDTH - 1
-    before = column_offsets(columns, num_before, stride_states_column, WIDTH, NUM_COLUMNS)
-    is_kept = has_input(columns, num_before, has_initial & is_column, WIDTH, NUM_COLUMNS)
+    before = column_offsets(columns, num_before, stride_states_column, WIDTH, tiles.NUM_COLUMNS)
+    is_kept = has_input(columns, num_before, has_initial & is_column, WIDTH, tiles.NUM_COLUMNS)
     initial = tl.load(initial_ptr + before, mask=is_kept, other=0.0)  # [W, D]
     # All threads must have read the state before one writes, because the slots may be the same.
     tl.debug_barrier()
-    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
+    stretch, last_stretch = checkpoint_range(checkpoints.checkpoint_starts_ptr, request)
     for s in range(stretch, last_stretch + 1):
         after, slot = stretch_end(
-            s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, final_slot
+            s,
+            last_stretch,
+            checkpoints.checkpoint_after_ptr,
+            checkpoints.checkpoint_slots_ptr,
+            num_tokens,
+            final_slot,
         )
         last_inputs = after + (1 - WIDTH) + columns
         in_x = is_column & (last_inputs >= 0)
@@ -196,12 +223,16 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             places = input_gates_ptr + last_inputs.to(tl.int64) * stride_input_gates
             newer = gated(newer, tl.load(places, mask=in_x & is_dim, other=0.0))
         newer = newer.to(tl.float32)
-        older = tl.broadcast_to(tl.minimum(after + columns, BLOCK_W - 1), [BLOCK_W, BLOCK_D])
+        older = tl.broadcast_to(
+            tl.minimum(after + columns, tiles.BLOCK_W - 1), [tiles.BLOCK_W, tiles.BLOCK_D]
+        )
         state = tl.where(in_x, newer, tl.gather(initial, older, 0).to(tl.float32))
         state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + in_page
         num_after = num_before + after
-        state_ptr += column_offsets(columns, num_after, stride_states_column, WIDTH, NUM_COLUMNS)
+        state_ptr += column_offsets(
+            columns, num_after, stride_states_column, WIDTH, tiles.NUM_COLUMNS
+        )
         state = state.to(states_ptr.dtype.element_ty)
         is_kept = mask_if(slot > 0, is_column & is_dim)
-        is_kept = has_input(columns, num_after, is_kept, WIDTH, NUM_COLUMNS)
+        is_kept = has_input(columns, num_after, is_kept, WIDTH, tiles.NUM_COLUMNS)
         tl.store(state_ptr, state, mask=is_kept)

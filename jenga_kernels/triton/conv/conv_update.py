@@ -1,9 +1,14 @@
 """Kernel of `jenga_kernels.conv_update`."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from jenga_kernels.triton.conv.groups import Filters, Gates
 from jenga_kernels.triton.lib.addressing import page_offsets
+from jenga_kernels.triton.lib.groups import with_groups
+from jenga_kernels.triton.recurrent.groups import Requests
 from jenga_kernels.triton.recurrent.recurrence import (
     column_offsets,
     conv_weights,
@@ -14,6 +19,20 @@ from jenga_kernels.triton.recurrent.recurrence import (
 )
 
 
+class UpdateTiles(NamedTuple):
+    """Tiles and flags for which `conv_update_kernel` is compiled."""
+
+    stride_weight_dim: int
+    stride_weight_column: int
+    DIM: int
+    WIDTH: int
+    NUM_COLUMNS: int
+    IS_SILU: bool
+    X_ALIGNMENT: int
+    BLOCK_D: int
+
+
+@with_groups(requests=Requests, filters=Filters, gates=Gates, tiles=UpdateTiles)
 @triton.jit
 def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
@@ -21,22 +40,16 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     states_ptr,  # [num_slots, dim, width - 1 or more]
     # Inputs
     x_ptr,  # [num_tokens, dim]
-    weight_ptr,  # [dim, width]
-    bias_ptr,  # [dim]
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests, max_tokens]
+    filters,
+    requests,
     computed_tokens_ptr,  # i32[num_requests]
-    input_gates_ptr,  # [num_tokens, dim]
-    output_gates_ptr,  # [num_tokens, dim]
+    gates,
     # Strides, in elements; that of channels is untyped, because Triton tests only such for 1
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_dim,
     stride_states_column: tl.int64,
     stride_x_token: tl.int64,
-    stride_weight_dim: tl.constexpr,
-    stride_weight_column: tl.constexpr,
     stride_initial: tl.int64,
     stride_slots_request: tl.int64,
     stride_slots_token: tl.int64,
@@ -44,71 +57,80 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     stride_input_gates: tl.int64,
     stride_output_gates: tl.int64,
     # Tiles and flags
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    IS_SILU: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Convolve the tokens of request r in BLOCK_D channels, in program (d, r)."""
+    state_slots_ptr = requests.state_slots_ptr
+    input_gates_ptr = gates.input_gates_ptr
+    output_gates_ptr = gates.output_gates_ptr
     # Columns of the inputs before a token. Negative ones do not exist.
-    NEWEST: tl.constexpr = WIDTH - 2
-    MIDDLE: tl.constexpr = WIDTH - 3
-    OLDEST: tl.constexpr = WIDTH - 4
+    NEWEST: tl.constexpr = tiles.WIDTH - 2
+    MIDDLE: tl.constexpr = tiles.WIDTH - 3
+    OLDEST: tl.constexpr = tiles.WIDTH - 4
     request = tl.program_id(1)
-    dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    is_dim = dims < DIM
+    dims = tl.program_id(0) * tiles.BLOCK_D + tl.arange(0, tiles.BLOCK_D)
+    is_dim = dims < tiles.DIM
     first = request.to(tl.int64)
     num_tokens = 1
-    if query_starts_ptr is not None:
-        first = tl.load(query_starts_ptr + request).to(tl.int64)
-        num_tokens = tl.load(query_starts_ptr + request + 1).to(tl.int32) - first.to(tl.int32)
+    if requests.query_starts_ptr is not None:
+        first = tl.load(requests.query_starts_ptr + request).to(tl.int64)
+        num_tokens = tl.load(requests.query_starts_ptr + request + 1).to(tl.int32) - first.to(
+            tl.int32
+        )
     state_slots_ptr += request * stride_slots_request
     # These products tell Triton the divisor of strides. For arguments it recognises 16 only.
-    stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
+    stride_x_token = stride_x_token // tiles.X_ALIGNMENT * tiles.X_ALIGNMENT
     if input_gates_ptr is not None:
-        stride_input_gates = stride_input_gates // X_ALIGNMENT * X_ALIGNMENT
+        stride_input_gates = stride_input_gates // tiles.X_ALIGNMENT * tiles.X_ALIGNMENT
         input_gates_ptr += first * stride_input_gates + dims
     if output_gates_ptr is not None:
-        stride_output_gates = stride_output_gates // X_ALIGNMENT * X_ALIGNMENT
+        stride_output_gates = stride_output_gates // tiles.X_ALIGNMENT * tiles.X_ALIGNMENT
         output_gates_ptr += first * stride_output_gates + dims
     x_ptr += first * stride_x_token + dims
     out_ptr += first * stride_out_token + dims
     # Padding has no branch, so that no load waits for either slot, nor one slot for the other.
     is_request = tl.load(state_slots_ptr) > 0
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    initial_slot = tl.load(requests.initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
 
     w_oldest, w_middle, w_newest, w_own = conv_weights(
-        weight_ptr, dims, is_dim, stride_weight_dim, stride_weight_column, WIDTH, BLOCK_D
+        filters.weight_ptr,
+        dims,
+        is_dim,
+        tiles.stride_weight_dim,
+        tiles.stride_weight_column,
+        tiles.WIDTH,
+        tiles.BLOCK_D,
     )
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    if filters.bias_ptr is not None:
+        bias = tl.load(filters.bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
     # One vector for each input before the token, so that neighbouring channels load as one.
     in_page = dims.to(tl.int64) * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
     has_initial = mask_if(has_state, is_dim)
     before = 0
-    if NUM_COLUMNS is not None:
+    if tiles.NUM_COLUMNS is not None:
         before = tl.load(computed_tokens_ptr + request * stride_computed)
     newest = tl.load(
-        initial + column_offsets(NEWEST, before, stride_states_column, WIDTH, NUM_COLUMNS),
-        mask=has_input(NEWEST, before, has_initial, WIDTH, NUM_COLUMNS),
+        initial
+        + column_offsets(NEWEST, before, stride_states_column, tiles.WIDTH, tiles.NUM_COLUMNS),
+        mask=has_input(NEWEST, before, has_initial, tiles.WIDTH, tiles.NUM_COLUMNS),
         other=0.0,
     )
     newest = newest.to(tl.float32)  # [D]
     if MIDDLE >= 0:
         middle = tl.load(
-            initial + column_offsets(MIDDLE, before, stride_states_column, WIDTH, NUM_COLUMNS),
-            mask=has_input(MIDDLE, before, has_initial, WIDTH, NUM_COLUMNS),
+            initial
+            + column_offsets(MIDDLE, before, stride_states_column, tiles.WIDTH, tiles.NUM_COLUMNS),
+            mask=has_input(MIDDLE, before, has_initial, tiles.WIDTH, tiles.NUM_COLUMNS),
             other=0.0,
         )
         middle = middle.to(tl.float32)
     if OLDEST >= 0:
         oldest = tl.load(
-            initial + column_offsets(OLDEST, before, stride_states_column, WIDTH, NUM_COLUMNS),
-            mask=has_input(OLDEST, before, has_initial, WIDTH, NUM_COLUMNS),
+            initial
+            + column_offsets(OLDEST, before, stride_states_column, tiles.WIDTH, tiles.NUM_COLUMNS),
+            mask=has_input(OLDEST, before, has_initial, tiles.WIDTH, tiles.NUM_COLUMNS),
             other=0.0,
         )
         oldest = oldest.to(tl.float32)
@@ -129,21 +151,21 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
         if OLDEST >= 0:
             y += oldest * w_oldest
             oldest = middle
-            if NUM_COLUMNS is None:
+            if tiles.NUM_COLUMNS is None:
                 state = oldest.to(states_ptr.dtype.element_ty)
                 tl.store(kept + OLDEST * stride_states_column, state, mask=is_kept)
         if MIDDLE >= 0:
             middle = newest
-            if NUM_COLUMNS is None:
+            if tiles.NUM_COLUMNS is None:
                 state = middle.to(states_ptr.dtype.element_ty)
                 tl.store(kept + MIDDLE * stride_states_column, state, mask=is_kept)
         newest = x
         before += 1
-        kept += column_offsets(NEWEST, before, stride_states_column, WIDTH, NUM_COLUMNS)
+        kept += column_offsets(NEWEST, before, stride_states_column, tiles.WIDTH, tiles.NUM_COLUMNS)
         tl.store(kept, newest.to(states_ptr.dtype.element_ty), mask=is_kept)
-        if bias_ptr is not None:
+        if filters.bias_ptr is not None:
             y += bias
-        if IS_SILU:
+        if tiles.IS_SILU:
             y = silu(y)
         if output_gates_ptr is not None:
             y *= tl.load(output_gates_ptr, mask=is_dim, other=0.0).to(tl.float32)

@@ -1,9 +1,12 @@
 """First kernel of `jenga_kernels.delta_scan` with a decay for every key channel."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from jenga_kernels.triton.delta import tiles as delta_tiles
+from jenga_kernels.triton.delta.groups import ChunkInputs, Chunks
 from jenga_kernels.triton.delta.rule import (
     decay_log2,
     find_chunk,
@@ -13,6 +16,7 @@ from jenga_kernels.triton.delta.rule import (
     unit_triangular_inverse,
 )
 from jenga_kernels.triton.lib.device import device_function, let_next_begin, rounded
+from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.lib.matmul import INTERPRETED, matmul
 from jenga_kernels.triton.recurrent.recurrence import row_sums
 
@@ -145,25 +149,26 @@ def products_of_runs(scores, lower, q, since_k, until_k, whole, dtype: tl.conste
     return scores, lower, before, after, whole
 
 
+class ChannelsTiles(NamedTuple):
+    """Tiles and flags for which `delta_chunks_channels_kernel` is compiled."""
+
+    HEADS_PER_GROUP: int
+    HEAD_K_DIM: int
+    IS_NORMALIZED: bool
+    PRECISION: str
+    BLOCK_T: int
+    BLOCK_K: int
+    IS_OVERLAPPED: bool
+
+
 # Counts differ from step to step and must not cause another compilation.
+@with_groups(chunks=Chunks, inputs=ChunkInputs, tiles=ChannelsTiles)
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
 def delta_chunks_channels_kernel(
     # Outputs
-    queries_ptr,  # [num_v_heads, num_tokens, BLOCK_K]
-    keys_ptr,  # [num_v_heads, num_tokens, BLOCK_K]
-    kept_keys_ptr,  # [num_v_heads, num_tokens, BLOCK_K]
-    scores_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
-    solution_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
-    since_start_ptr,  # None  # noqa: ARG001 - the parameters of the kernel for heads
-    until_end_ptr,  # None  # noqa: ARG001 - the parameters of the kernel for heads
-    decays_ptr,  # f32[num_v_heads, num_chunks, BLOCK_K]
+    chunks,
     # Inputs
-    q_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
-    k_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
-    gates_ptr,  # [num_tokens, num_v_heads, head_k_dim]
-    betas_ptr,  # [num_tokens, num_v_heads]
-    A_log_ptr,  # [num_v_heads]
-    dt_bias_ptr,  # [num_v_heads, head_k_dim]
+    inputs,
     query_starts_ptr,  # i32[num_requests + 1]
     state_slots_ptr,  # i32[num_requests]
     checkpoint_starts_ptr,  # i32[num_requests + 1]
@@ -184,16 +189,13 @@ def delta_chunks_channels_kernel(
     stride_dt_bias_head: tl.int64,
     stride_slots: tl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_K_DIM: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Prepare chunk b of head h for the scan over chunks, in program (h, b)."""
-    let_next_begin(IS_OVERLAPPED)
+    PRECISION: tl.constexpr = tiles.PRECISION
+    k_ptr = inputs.k_ptr
+    dt_bias_ptr = inputs.dt_bias_ptr
+    let_next_begin(tiles.IS_OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     request, first, end = find_chunk(
         query_starts_ptr,
@@ -201,23 +203,23 @@ def delta_chunks_channels_kernel(
         checkpoint_after_ptr,
         num_requests,
         tl.program_id(1),
-        BLOCK_T,
+        tiles.BLOCK_T,
     )
     if first >= end:
         return
     if tl.load(state_slots_ptr + request * stride_slots) <= 0:
         return
-    tile = tl.arange(0, BLOCK_T)
-    runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None]
-    ks = tl.arange(0, BLOCK_K)[None, :]
-    is_k = ks < HEAD_K_DIM
-    group = head // HEADS_PER_GROUP
+    tile = tl.arange(0, tiles.BLOCK_T)
+    runs = tl.arange(0, tiles.BLOCK_T // RUN_TOKENS)[:, None]
+    ks = tl.arange(0, tiles.BLOCK_K)[None, :]
+    is_k = ks < tiles.HEAD_K_DIM
+    group = head // tiles.HEADS_PER_GROUP
     dtype = k_ptr.dtype.element_ty
 
     rate = None
     bias = None
-    if A_log_ptr is not None:
-        rate = rate_log2(tl.load(A_log_ptr + head).to(tl.float32))
+    if inputs.A_log_ptr is not None:
+        rate = rate_log2(tl.load(inputs.A_log_ptr + head).to(tl.float32))
         if dt_bias_ptr is not None:
             dt_bias_ptr += head * stride_dt_bias_head + ks
             bias = tl.load(dt_bias_ptr, mask=is_k, other=0.0).to(tl.float32)  # [1, K]
@@ -225,9 +227,9 @@ def delta_chunks_channels_kernel(
     # The start of the chunk is one number. Offsets of results within it are constants, which take
     # no registers of a thread.
     first = first.to(tl.int64)
-    gates_ptr += first * stride_gates_token + head * stride_gates_head + ks
+    gates_ptr = inputs.gates_ptr + (first * stride_gates_token + head * stride_gates_head + ks)
     gates_ptr += runs * (RUN_TOKENS * stride_gates_token)
-    q_ptr += first * stride_q_token + group * stride_q_head + ks
+    q_ptr = inputs.q_ptr + (first * stride_q_token + group * stride_q_head + ks)
     q_ptr += runs * (RUN_TOKENS * stride_q_token)
     k_ptr += first * stride_k_token + group * stride_k_head + ks
     k_ptr += runs * (RUN_TOKENS * stride_k_token)
@@ -242,16 +244,16 @@ def delta_chunks_channels_kernel(
     )
     decays = (tl.exp2(logs[0]), tl.exp2(logs[1]), tl.exp2(logs[2]), tl.exp2(logs[3]))
     q = (
-        scaled(q[0], scale, IS_NORMALIZED),
-        scaled(q[1], scale, IS_NORMALIZED),
-        scaled(q[2], scale, IS_NORMALIZED),
-        scaled(q[3], scale, IS_NORMALIZED),
+        scaled(q[0], scale, tiles.IS_NORMALIZED),
+        scaled(q[1], scale, tiles.IS_NORMALIZED),
+        scaled(q[2], scale, tiles.IS_NORMALIZED),
+        scaled(q[3], scale, tiles.IS_NORMALIZED),
     )
     k = (
-        scaled(k[0], 1.0, IS_NORMALIZED),
-        scaled(k[1], 1.0, IS_NORMALIZED),
-        scaled(k[2], 1.0, IS_NORMALIZED),
-        scaled(k[3], 1.0, IS_NORMALIZED),
+        scaled(k[0], 1.0, tiles.IS_NORMALIZED),
+        scaled(k[1], 1.0, tiles.IS_NORMALIZED),
+        scaled(k[2], 1.0, tiles.IS_NORMALIZED),
+        scaled(k[3], 1.0, tiles.IS_NORMALIZED),
     )
 
     # Products of queries and keys with the keys of earlier tokens, pair of blocks by pair of
@@ -290,28 +292,30 @@ def delta_chunks_channels_kernel(
     )
 
     in_head = head * num_tokens + first
-    in_tile = runs * (RUN_TOKENS * BLOCK_K) + ks
-    queries_ptr += in_head * BLOCK_K
-    keys_ptr += in_head * BLOCK_K
-    kept_keys_ptr += in_head * BLOCK_K
+    in_tile = runs * (RUN_TOKENS * tiles.BLOCK_K) + ks
+    queries_ptr = chunks.queries_ptr + in_head * tiles.BLOCK_K
+    keys_ptr = chunks.keys_ptr + in_head * tiles.BLOCK_K
+    kept_keys_ptr = chunks.kept_keys_ptr + in_head * tiles.BLOCK_K
     since_start = tl.exp2(before)
     until_end = tl.exp2(after)
     for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
         live = run_starts + t < end
-        at = in_tile + t * BLOCK_K
+        at = in_tile + t * tiles.BLOCK_K
         tl.store(queries_ptr + at, rounded(q[t] * since_start, dtype), mask=live)
         tl.store(keys_ptr + at, rounded(since_k[t] * since_start, dtype), mask=live)
         tl.store(kept_keys_ptr + at, rounded(until_k[t] * until_end, dtype), mask=live)
     # All runs have the same decay.
-    decay_ptr = decays_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_K + ks
+    decay_ptr = (
+        chunks.decays_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * tiles.BLOCK_K + ks
+    )
     tl.store(decay_ptr + runs * 0, tl.exp2(whole), mask=runs == 0)
 
     live = tile < end - first
-    betas_ptr += first * stride_betas_token + head
+    betas_ptr = inputs.betas_ptr + (first * stride_betas_token + head)
     betas = tl.load(betas_ptr + tile * stride_betas_token, mask=live, other=0.0).to(tl.float32)
-    if A_log_ptr is not None:
+    if inputs.A_log_ptr is not None:
         betas = sigmoid(betas)
-    in_square = tile[:, None] * BLOCK_T + tile[None, :]
+    in_square = tile[:, None] * tiles.BLOCK_T + tile[None, :]
     scores = tl.where(tile[:, None] > tile[None, :], scores, 0.0)
     scores = tl.where(tile[:, None] == tile[None, :], diagonal, scores)
     is_beside = (tile[:, None] % RUN_TOKENS == RUN_TOKENS - 1) & (
@@ -321,8 +325,12 @@ def delta_chunks_channels_kernel(
     scores = tl.where(is_beside, beside, scores)
     beside = each_token(beside_k, beside_k, beside_k, beside_k)
     lower = tl.where(is_beside, beside, lower)
-    tl.store(scores_ptr + in_head * BLOCK_T + in_square, rounded(scores, dtype), mask=live[:, None])
+    tl.store(
+        chunks.scores_ptr + in_head * tiles.BLOCK_T + in_square,
+        rounded(scores, dtype),
+        mask=live[:, None],
+    )
     lower = tl.where(tile[:, None] > tile[None, :], lower * betas[:, None], 0.0)
-    solution = unit_triangular_inverse(lower, BLOCK_T, PRECISION) * betas[None, :]
-    solution_ptr += in_head * BLOCK_T
+    solution = unit_triangular_inverse(lower, tiles.BLOCK_T, PRECISION) * betas[None, :]
+    solution_ptr = chunks.solution_ptr + in_head * tiles.BLOCK_T
     tl.store(solution_ptr + in_square, rounded(solution, dtype), mask=live[:, None])

@@ -1,15 +1,33 @@
 """Second kernel of `jenga_kernels.delta_scan`: states from chunk to chunk, and outputs."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from jenga_kernels.triton.delta.groups import Chunks
 from jenga_kernels.triton.lib.addressing import page_offsets
 from jenga_kernels.triton.lib.device import rounded
+from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.lib.matmul import matmul, matmul_add
+from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.recurrence import checkpoint_range, mask_if, stretch_end
 
 
+class ScanTiles(NamedTuple):
+    """Tiles and flags for which `delta_scan_kernel` is compiled."""
+
+    HEADS_PER_GROUP: int
+    HEAD_K_DIM: int
+    HEAD_V_DIM: int
+    IS_PER_CHANNEL: bool
+    BLOCK_T: int
+    BLOCK_K: int
+    BLOCK_V: int
+
+
 # Counts differ from step to step and must not cause another compilation.
+@with_groups(chunks=Chunks, requests=Requests, checkpoints=Checkpoints, tiles=ScanTiles)
 @triton.jit(do_not_specialize=["num_tokens_of_all", "num_chunks"])
 def delta_scan_kernel(
     # Outputs
@@ -17,20 +35,9 @@ def delta_scan_kernel(
     states_ptr,  # [num_slots, num_v_heads, head_v_dim, head_k_dim]
     # Inputs
     v_ptr,  # [num_tokens, num_v_heads, head_v_dim]
-    queries_ptr,  # [num_qk_heads or num_v_heads, num_tokens, BLOCK_K]
-    keys_ptr,  # [num_qk_heads or num_v_heads, num_tokens, BLOCK_K]
-    kept_keys_ptr,  # [num_v_heads, num_tokens, BLOCK_K]
-    scores_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
-    solution_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
-    since_start_ptr,  # f32[num_v_heads, num_tokens]
-    until_end_ptr,  # f32[num_v_heads, num_tokens]
-    decays_ptr,  # f32[num_v_heads, num_chunks] or f32[num_v_heads, num_chunks, BLOCK_K]
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests]
-    checkpoint_starts_ptr,  # i32[num_requests + 1]
-    checkpoint_after_ptr,  # i32[num_checkpoints]
-    checkpoint_slots_ptr,  # i32[num_checkpoints]
+    chunks,
+    requests,
+    checkpoints,
     # Sizes
     num_tokens_of_all,
     num_chunks,
@@ -45,53 +52,51 @@ def delta_scan_kernel(
     stride_initial: tl.int64,
     stride_slots: tl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_K_DIM: tl.constexpr,
-    HEAD_V_DIM: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Scan request r in BLOCK_V values of one head, chunk by chunk, in program (b, r)."""
-    BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
+    kept_keys_ptr = chunks.kept_keys_ptr
+    since_start_ptr = chunks.since_start_ptr
+    until_end_ptr = chunks.until_end_ptr
+    decays_ptr = chunks.decays_ptr
+    BLOCKS: tl.constexpr = (tiles.HEAD_V_DIM + tiles.BLOCK_V - 1) // tiles.BLOCK_V
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
-    vs = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    ks = tl.arange(0, BLOCK_K)
-    tile = tl.arange(0, BLOCK_T)
-    is_v = (vs < HEAD_V_DIM)[None, :]
-    in_state = (ks < HEAD_K_DIM)[:, None] & is_v
+    vs = (tl.program_id(0) % BLOCKS) * tiles.BLOCK_V + tl.arange(0, tiles.BLOCK_V)
+    ks = tl.arange(0, tiles.BLOCK_K)
+    tile = tl.arange(0, tiles.BLOCK_T)
+    is_v = (vs < tiles.HEAD_V_DIM)[None, :]
+    in_state = (ks < tiles.HEAD_K_DIM)[:, None] & is_v
     dtype = v_ptr.dtype.element_ty
-    query_start = tl.load(query_starts_ptr + request).to(tl.int64)
-    num_tokens = tl.load(query_starts_ptr + request + 1) - query_start.to(tl.int32)
-    state_slot = tl.load(state_slots_ptr + request * stride_slots)
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    query_start = tl.load(requests.query_starts_ptr + request).to(tl.int64)
+    num_tokens = tl.load(requests.query_starts_ptr + request + 1) - query_start.to(tl.int32)
+    state_slot = tl.load(requests.state_slots_ptr + request * stride_slots)
+    initial_slot = tl.load(requests.initial_slots_ptr + request * stride_initial)
     out_ptr += query_start * stride_out_token + head * stride_out_head + vs[None, :]
 
     if state_slot <= 0:
-        for first in range(0, num_tokens, BLOCK_T):
+        for first in range(0, num_tokens, tiles.BLOCK_T):
             tokens = (first + tile).to(tl.int64)[:, None]
-            zero = tl.full([BLOCK_T, BLOCK_V], 0.0, out_ptr.dtype.element_ty)
+            zero = tl.full([tiles.BLOCK_T, tiles.BLOCK_V], 0.0, out_ptr.dtype.element_ty)
             tl.store(out_ptr + tokens * stride_out_token, zero, mask=is_v & (tokens < num_tokens))
         return
 
     v_ptr += query_start * stride_v_token + head * stride_v_head + vs[None, :]
     in_head = head * num_tokens_of_all + query_start
-    if IS_PER_CHANNEL:
-        in_keys = in_head * BLOCK_K + ks[None, :]
+    if tiles.IS_PER_CHANNEL:
+        in_keys = in_head * tiles.BLOCK_K + ks[None, :]
         kept_keys_ptr += in_keys
-        decays_ptr += head * num_chunks * BLOCK_K + ks
+        decays_ptr += head * num_chunks * tiles.BLOCK_K + ks
     else:
-        group = head // HEADS_PER_GROUP
-        in_keys = (group * num_tokens_of_all + query_start) * BLOCK_K + ks[None, :]
+        group = head // tiles.HEADS_PER_GROUP
+        in_keys = (group * num_tokens_of_all + query_start) * tiles.BLOCK_K + ks[None, :]
         since_start_ptr += in_head
         until_end_ptr += in_head
         decays_ptr += head * num_chunks
-    queries_ptr += in_keys
-    keys_ptr += in_keys
-    scores_ptr += in_head * BLOCK_T + tile[None, :]
-    solution_ptr += in_head * BLOCK_T + tile[None, :]
+    queries_ptr = chunks.queries_ptr + in_keys
+    keys_ptr = chunks.keys_ptr + in_keys
+    scores_ptr = chunks.scores_ptr + (in_head * tiles.BLOCK_T + tile[None, :])
+    solution_ptr = chunks.solution_ptr + (in_head * tiles.BLOCK_T + tile[None, :])
     # Offsets of rows only. Those of all elements would stay in registers until the store.
     in_page = head * stride_states_head + vs[None, :] * stride_states_dim  # [1, V]
     initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
@@ -100,29 +105,36 @@ def delta_scan_kernel(
     )  # [K, V]
 
     start = 0
-    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
+    stretch, last_stretch = checkpoint_range(checkpoints.checkpoint_starts_ptr, request)
     for s in range(stretch, last_stretch + 1):
         stop, slot = stretch_end(
-            s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, state_slot
+            s,
+            last_stretch,
+            checkpoints.checkpoint_after_ptr,
+            checkpoints.checkpoint_slots_ptr,
+            num_tokens,
+            state_slot,
         )
         # Chunks are numbered as in `find_chunk`.
-        chunk = (query_start + start) // BLOCK_T + request + s
-        for first in range(start, stop, BLOCK_T):
+        chunk = (query_start + start) // tiles.BLOCK_T + request + s
+        for first in range(start, stop, tiles.BLOCK_T):
             tokens = (first + tile).to(tl.int64)
             live = tokens < stop
             row = tokens[:, None]
             rows = live[:, None]
-            k = tl.load(keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
+            k = tl.load(keys_ptr + row * tiles.BLOCK_K, mask=rows, other=0.0)  # [T, K]
             v = tl.load(v_ptr + row * stride_v_token, mask=rows & is_v, other=0.0)  # [T, V]
-            solution = tl.load(solution_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
+            solution = tl.load(solution_ptr + row * tiles.BLOCK_T, mask=rows, other=0.0)  # [T, T]
             # Values replace those that the state before the chunk holds under the keys. The
             # solution accounts for the values that the chunk's own tokens hold under each other's
             # keys.
             before = rounded(h, dtype)
             held = matmul(k, before)  # [T, V]
-            if IS_PER_CHANNEL:
-                decay = tl.load(decays_ptr + chunk * BLOCK_K)[:, None]  # [K, 1]
-                kept_k = tl.load(kept_keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
+            if tiles.IS_PER_CHANNEL:
+                decay = tl.load(decays_ptr + chunk * tiles.BLOCK_K)[:, None]  # [K, 1]
+                kept_k = tl.load(
+                    kept_keys_ptr + row * tiles.BLOCK_K, mask=rows, other=0.0
+                )  # [T, K]
                 changes = matmul(solution, rounded(v.to(tl.float32) - held, dtype))
                 kept = changes
             else:
@@ -133,10 +145,10 @@ def delta_scan_kernel(
                 changes = matmul(solution, rounded(v.to(tl.float32) - held * since_start, dtype))
                 kept = changes * until_end
 
-            q = tl.load(queries_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
-            scores = tl.load(scores_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
+            q = tl.load(queries_ptr + row * tiles.BLOCK_K, mask=rows, other=0.0)  # [T, K]
+            scores = tl.load(scores_ptr + row * tiles.BLOCK_T, mask=rows, other=0.0)  # [T, T]
             y = matmul(q, before)
-            if not IS_PER_CHANNEL:
+            if not tiles.IS_PER_CHANNEL:
                 y *= since_start
             y = rounded(matmul_add(scores, rounded(changes, dtype), y), dtype)
             tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_v)

@@ -390,8 +390,6 @@ def specialized_tiles(
 ) -> SpecializedTiles | None:
     """Choose tiles for the warp-specialised prefill kernel; None if it cannot run.
 
-    Tiles for float8 pages are the same. They need the room of the converted elements.
-
     Args:
         machine: GPU, or interpreter, that would run the kernel.
         head_dim: Elements of one head of one token.

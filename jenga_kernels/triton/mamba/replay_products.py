@@ -1,11 +1,16 @@
 """Kernel of `jenga_kernels.state_replay` that serves all tokens of a call at once."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from jenga_kernels.triton.lib.addressing import page_offsets
 from jenga_kernels.triton.lib.device import device_function, rounded
+from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.lib.matmul import matmul, matmul_add
+from jenga_kernels.triton.mamba.groups import History, Inputs, StepLimits
+from jenga_kernels.triton.recurrent.groups import ReplayRequests
 from jenga_kernels.triton.recurrent.recurrence import LOG2E, mask_if, silu, step_sizes
 from jenga_kernels.triton.recurrent.replay import (
     add_state_products,
@@ -43,45 +48,49 @@ def steps_of(
     return past + tl.where(is_new, new, 0.0)
 
 
+class ProductsTiles(NamedTuple):
+    """Tiles and flags for which `state_replay_products_kernel` is compiled."""
+
+    stride_states_dim: int
+    stride_history_x_token: int
+    stride_history_B_token: int
+    HEADS_PER_GROUP: int
+    HEAD_DIM: int
+    D_STATE: int
+    HISTORY_TOKENS: int
+    IS_SOFTPLUS: bool
+    HAS_LIMITS: bool
+    PRECISION: str
+    BLOCK_P: int
+    BLOCK_N: int
+    BLOCK_L: int
+
+
+@with_groups(
+    history=History, inputs=Inputs, requests=ReplayRequests, limits=StepLimits, tiles=ProductsTiles
+)
 @triton.jit
 def state_replay_products_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
-    history_x_ptr,  # [num_slots, num_heads, history_tokens, head_dim]
-    history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
-    history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
+    history,
     # Inputs
-    x_ptr,  # [num_tokens, num_heads, head_dim]
-    dt_ptr,  # [num_tokens, num_heads]
-    A_ptr,  # f32[num_heads]
-    B_ptr,  # [num_tokens, num_groups, d_state]
-    C_ptr,  # [num_tokens, num_groups, d_state]
-    D_ptr,  # [num_heads, head_dim]
-    z_ptr,  # [num_tokens, num_heads, head_dim]
-    dt_bias_ptr,  # [num_heads]
-    query_starts_ptr,  # i32[num_requests + 1]
-    slots_ptr,  # i32[num_requests]
-    computed_tokens_ptr,  # i32[num_requests]
-    state_tokens_ptr,  # i32[num_requests]
-    next_state_tokens_ptr,  # i32[num_requests]
+    inputs,
+    requests,
     # Scalars
-    dt_min,
-    dt_max,
+    limits,
     # Strides, in elements
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_head: tl.int64,
-    stride_states_dim: tl.constexpr,
     stride_history_x_slot: tl.int64,
     stride_history_x_head: tl.int64,
-    stride_history_x_token: tl.constexpr,
     stride_history_dt_slot: tl.int64,
     stride_history_dt_head: tl.int64,
     stride_history_B_slot: tl.int64,
     stride_history_B_group: tl.int64,
-    stride_history_B_token: tl.constexpr,
     stride_x_token: tl.int64,
     stride_x_head: tl.int64,
     stride_dt_token: tl.int64,
@@ -96,87 +105,90 @@ def state_replay_products_kernel(
     stride_z_head: tl.int64,
     stride_slots: tl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HISTORY_TOKENS: tl.constexpr,
-    IS_SOFTPLUS: tl.constexpr,
-    HAS_LIMITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Serve BLOCK_P channels of one head of request r in program (b, r); requests vary slowest.
 
     The tokens since the state are rows of one tile, those of the history first, then those of the
     call. Products give what a token reads of the state, and of the tokens up to itself.
     """
-    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    PRECISION: tl.constexpr = tiles.PRECISION
+    z_ptr = inputs.z_ptr
+    BLOCKS: tl.constexpr = (tiles.HEAD_DIM + tiles.BLOCK_P - 1) // tiles.BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
-    dims = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    dims = block * tiles.BLOCK_P + tl.arange(0, tiles.BLOCK_P)
     # A row has two halves, so that only half of a float32 state is split into parts at a time.
-    ns = tl.arange(0, BLOCK_N // 2)
-    far_ns = BLOCK_N // 2 + ns
-    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
-    is_dim = dims < HEAD_DIM
-    in_state = is_dim[:, None] & (ns < D_STATE)[None, :]
-    in_far_state = is_dim[:, None] & (far_ns < D_STATE)[None, :]
-    slot = tl.load(slots_ptr + request * stride_slots)
-    computed = tl.load(computed_tokens_ptr + request)
-    stored = tl.load(state_tokens_ptr + request)
-    stored_next = tl.load(next_state_tokens_ptr + request)
+    ns = tl.arange(0, tiles.BLOCK_N // 2)
+    far_ns = tiles.BLOCK_N // 2 + ns
+    ages = tl.arange(0, tiles.BLOCK_L)  # indices of the tokens since the state, the oldest first
+    is_dim = dims < tiles.HEAD_DIM
+    in_state = is_dim[:, None] & (ns < tiles.D_STATE)[None, :]
+    in_far_state = is_dim[:, None] & (far_ns < tiles.D_STATE)[None, :]
+    slot = tl.load(requests.slots_ptr + request * stride_slots)
+    computed = tl.load(requests.computed_tokens_ptr + request)
+    stored = tl.load(requests.state_tokens_ptr + request)
+    stored_next = tl.load(requests.next_state_tokens_ptr + request)
     first = request.to(tl.int64)
     num_tokens = 1
-    if query_starts_ptr is not None:
-        first = tl.load(query_starts_ptr + request).to(tl.int64)
-        num_tokens = (tl.load(query_starts_ptr + request + 1) - first).to(tl.int32)
+    if requests.query_starts_ptr is not None:
+        first = tl.load(requests.query_starts_ptr + request).to(tl.int64)
+        num_tokens = (tl.load(requests.query_starts_ptr + request + 1) - first).to(tl.int32)
     out_ptr += first * stride_out_token + head * stride_out_head
     if slot <= 0:
         for _ in range(num_tokens):
-            zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
+            zero = tl.full([tiles.BLOCK_P], 0.0, out_ptr.dtype.element_ty)
             tl.store(out_ptr + dims, zero, mask=is_dim)
             out_ptr += stride_out_token
         return
 
-    group = head // HEADS_PER_GROUP
-    x_ptr += first * stride_x_token + head * stride_x_head
-    dt_ptr += first * stride_dt_token + head * stride_dt_head
-    B_ptr += first * stride_B_token + group * stride_B_group
-    C_ptr += first * stride_C_token + group * stride_C_group
-    history_x_ptr += page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head
-    history_dt_ptr += page_offsets(slot, stride_history_dt_slot) + head * stride_history_dt_head
-    history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
+    group = head // tiles.HEADS_PER_GROUP
+    x_ptr = inputs.x_ptr + (first * stride_x_token + head * stride_x_head)
+    dt_ptr = inputs.dt_ptr + (first * stride_dt_token + head * stride_dt_head)
+    B_ptr = inputs.B_ptr + (first * stride_B_token + group * stride_B_group)
+    C_ptr = inputs.C_ptr + (first * stride_C_token + group * stride_C_group)
+    history_x_ptr = history.history_x_ptr + (
+        page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head
+    )
+    history_dt_ptr = history.history_dt_ptr + (
+        page_offsets(slot, stride_history_dt_slot) + head * stride_history_dt_head
+    )
+    history_B_ptr = history.history_B_ptr + (
+        page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
+    )
     states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
-    state = states_ptr + dims[:, None].to(tl.int64) * stride_states_dim + ns[None, :]
-    far_state = state + BLOCK_N // 2
+    state = states_ptr + dims[:, None].to(tl.int64) * tiles.stride_states_dim + ns[None, :]
+    far_state = state + tiles.BLOCK_N // 2
     # The other half is loaded after the products of this one. Both would not fit into registers.
     S = tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0)  # [P, N / 2]
 
     num_past = computed - stored
     num_all = num_past + num_tokens
-    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
+    rows = ((stored + ages) % tiles.HISTORY_TOKENS).to(tl.int64)
     tokens = (ages - num_past).to(tl.int64)
     is_past = ages < num_past
     is_new = (ages >= num_past) & (ages < num_all)
-    B = rows_of_history(history_B_ptr, rows, is_past, ns, D_STATE, stride_history_B_token)
-    B = rows_of_call(B_ptr, tokens, is_new, ns, B, D_STATE, stride_B_token)  # [L, N / 2]
-    far_B = rows_of_history(history_B_ptr, rows, is_past, far_ns, D_STATE, stride_history_B_token)
-    far_B = rows_of_call(B_ptr, tokens, is_new, far_ns, far_B, D_STATE, stride_B_token)
-    C = rows_of_call(C_ptr, tokens, is_new, ns, 0.0, D_STATE, stride_C_token)
-    far_C = rows_of_call(C_ptr, tokens, is_new, far_ns, 0.0, D_STATE, stride_C_token)
+    B = rows_of_history(
+        history_B_ptr, rows, is_past, ns, tiles.D_STATE, tiles.stride_history_B_token
+    )
+    B = rows_of_call(B_ptr, tokens, is_new, ns, B, tiles.D_STATE, stride_B_token)  # [L, N / 2]
+    far_B = rows_of_history(
+        history_B_ptr, rows, is_past, far_ns, tiles.D_STATE, tiles.stride_history_B_token
+    )
+    far_B = rows_of_call(B_ptr, tokens, is_new, far_ns, far_B, tiles.D_STATE, stride_B_token)
+    C = rows_of_call(C_ptr, tokens, is_new, ns, 0.0, tiles.D_STATE, stride_C_token)
+    far_C = rows_of_call(C_ptr, tokens, is_new, far_ns, 0.0, tiles.D_STATE, stride_C_token)
     in_call = is_dim[:, None] & is_new[None, :]
-    x = history_x_ptr + rows[None, :] * stride_history_x_token + dims[:, None]
+    x = history_x_ptr + rows[None, :] * tiles.stride_history_x_token + dims[:, None]
     x = tl.load(x, mask=is_dim[:, None] & is_past[None, :], other=0.0)
     new_x = x_ptr + tokens[None, :] * stride_x_token + dims[:, None]
     x = tl.load(new_x, mask=in_call, other=x)  # [P, L]
     wide_x = x.to(tl.float32)
-    rate = tl.load(A_ptr + head) * LOG2E
+    rate = tl.load(inputs.A_ptr + head) * LOG2E
     dt_bias = None
-    if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    if inputs.dt_bias_ptr is not None:
+        dt_bias = tl.load(inputs.dt_bias_ptr + head).to(tl.float32)
     steps = steps_of(
         history_dt_ptr,
         dt_ptr,
@@ -186,11 +198,11 @@ def state_replay_products_kernel(
         num_past,
         num_all,
         dt_bias,
-        dt_min,
-        dt_max,
-        HISTORY_TOKENS,
-        IS_SOFTPLUS,
-        HAS_LIMITS,
+        limits.dt_min,
+        limits.dt_max,
+        tiles.HISTORY_TOKENS,
+        tiles.IS_SOFTPLUS,
+        tiles.HAS_LIMITS,
     )
     next_steps = steps_of(
         history_dt_ptr,
@@ -201,24 +213,24 @@ def state_replay_products_kernel(
         num_past,
         num_all,
         dt_bias,
-        dt_min,
-        dt_max,
-        HISTORY_TOKENS,
-        IS_SOFTPLUS,
-        HAS_LIMITS,
+        limits.dt_min,
+        limits.dt_max,
+        tiles.HISTORY_TOKENS,
+        tiles.IS_SOFTPLUS,
+        tiles.HAS_LIMITS,
     )
     logs, next_logs = steps * rate, next_steps * rate
 
     scores = matmul_add(far_C, tl.trans(far_B), matmul(C, tl.trans(B)))  # [L, L]
     between = decays_between(next_logs, ages)
     scores *= tl.where(ages[None, :] <= ages[:, None], between * steps[None, :], 0.0)
-    y = add_state_products(S, C, tl.full([BLOCK_P, BLOCK_L], 0.0, tl.float32))  # [P, L]
+    y = add_state_products(S, C, tl.full([tiles.BLOCK_P, tiles.BLOCK_L], 0.0, tl.float32))  # [P, L]
     far_S = tl.load(far_state, mask=mask_if(stored > 0, in_far_state), other=0.0)
     y = add_state_products(far_S, far_C, y)
     y *= tl.exp2(tl.cumsum(logs, 0))[None, :]
     y = tl.dot(wide_x, tl.trans(scores), y, input_precision=PRECISION)
-    if D_ptr is not None:
-        D = D_ptr + head * stride_D_head + dims * stride_D_dim
+    if inputs.D_ptr is not None:
+        D = inputs.D_ptr + head * stride_D_head + dims * stride_D_dim
         y += tl.load(D, mask=is_dim, other=0.0).to(tl.float32)[:, None] * wide_x
     if z_ptr is not None:
         z_ptr += first * stride_z_token + head * stride_z_head
@@ -228,15 +240,15 @@ def state_replay_products_kernel(
     tl.store(out_ptrs, rounded(y, out_ptr.dtype.element_ty), mask=in_call)
 
     is_kept = is_new & (stored + ages >= stored_next)
-    kept_x = history_x_ptr + rows[None, :] * stride_history_x_token + dims[:, None]
+    kept_x = history_x_ptr + rows[None, :] * tiles.stride_history_x_token + dims[:, None]
     tl.store(kept_x, x, mask=is_dim[:, None] & is_kept[None, :])
     if block == 0:
         tl.store(history_dt_ptr + rows, steps, mask=is_kept)
-        if head % HEADS_PER_GROUP == 0:
-            kept_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
-            tl.store(kept_B, B, mask=is_kept[:, None] & (ns < D_STATE)[None, :])
-            in_far_B = is_kept[:, None] & (far_ns < D_STATE)[None, :]
-            tl.store(kept_B + BLOCK_N // 2, far_B, mask=in_far_B)
+        if head % tiles.HEADS_PER_GROUP == 0:
+            kept_B = history_B_ptr + rows[:, None] * tiles.stride_history_B_token + ns[None, :]
+            tl.store(kept_B, B, mask=is_kept[:, None] & (ns < tiles.D_STATE)[None, :])
+            in_far_B = is_kept[:, None] & (far_ns < tiles.D_STATE)[None, :]
+            tl.store(kept_B + tiles.BLOCK_N // 2, far_B, mask=in_far_B)
 
     if stored_next > stored:
         decay, weights = decays_until(logs, next_logs, ages, stored_next - stored - 1)

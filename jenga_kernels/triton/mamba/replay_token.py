@@ -5,6 +5,8 @@ work for them is the same for all heads of a group. One kernel computes them. Th
 states, and nothing twice.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,9 @@ from jenga_kernels.triton.lib.device import (
     rounded_product,
     widened,
 )
+from jenga_kernels.triton.lib.groups import with_groups
+from jenga_kernels.triton.mamba.groups import Inputs, StepLimits, WeightInputs
+from jenga_kernels.triton.recurrent.groups import ReplaySlots
 from jenga_kernels.triton.recurrent.recurrence import (
     LOG2E,
     column_sums,
@@ -50,6 +55,23 @@ def decays_of_rows(dt_ptrs, next_dt_ptrs, ages, num_past, rates):
     return steps * tl.exp2(behind), tl.exp2(row_sums(steps) * rates)
 
 
+class WeightsTiles(NamedTuple):
+    """Tiles and flags for which `replay_weights_kernel` is compiled."""
+
+    stride_history_B_token: int
+    HEADS_PER_GROUP: int
+    D_STATE: int
+    HISTORY_TOKENS: int
+    IS_SOFTPLUS: bool
+    HAS_LIMITS: bool
+    WIDTH: int
+    BLOCK_H: int
+    BLOCK_N: int
+    BLOCK_L: int
+    IS_OVERLAPPED: bool
+
+
+@with_groups(inputs=WeightInputs, requests=ReplaySlots, limits=StepLimits, tiles=WeightsTiles)
 @triton.jit
 def replay_weights_kernel(
     # Outputs
@@ -57,24 +79,15 @@ def replay_weights_kernel(
     history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
     history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
     # Inputs
-    dt_ptr,  # [num_requests, num_heads]
-    A_ptr,  # f32[num_heads]
-    B_ptr,  # [num_requests, num_groups, d_state]
-    C_ptr,  # [num_requests, num_groups, d_state]
-    dt_bias_ptr,  # [num_heads]
-    slots_ptr,  # i32[num_requests]
-    computed_tokens_ptr,  # i32[num_requests]
-    state_tokens_ptr,  # i32[num_requests]
-    next_state_tokens_ptr,  # i32[num_requests]
+    inputs,
+    requests,
     # Scalars
-    dt_min,
-    dt_max,
+    limits,
     # Strides, in elements
     stride_history_dt_slot: tl.int64,
     stride_history_dt_head: tl.int64,
     stride_history_B_slot: tl.int64,
     stride_history_B_group: tl.int64,
-    stride_history_B_token: tl.constexpr,
     stride_dt_token: tl.int64,
     stride_dt_head: tl.int64,
     stride_B_token: tl.int64,
@@ -84,58 +97,49 @@ def replay_weights_kernel(
     stride_slots: tl.int64,
     stride_weights_request: tl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HISTORY_TOKENS: tl.constexpr,
-    IS_SOFTPLUS: tl.constexpr,
-    HAS_LIMITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Compute weights of request r's history for BLOCK_H heads of one group in program (b, r).
 
     The program also stores the token's step sizes in the history. The first program of a group also
     stores its B.
     """
-    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + BLOCK_H - 1) // BLOCK_H
-    let_next_begin(IS_OVERLAPPED)
+    BLOCKS: tl.constexpr = (tiles.HEADS_PER_GROUP + tiles.BLOCK_H - 1) // tiles.BLOCK_H
+    let_next_begin(tiles.IS_OVERLAPPED)
     group = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
-    in_group = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_head = in_group < HEADS_PER_GROUP
-    heads = group * HEADS_PER_GROUP + in_group
-    ns = tl.arange(0, BLOCK_N)
-    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
-    is_n = ns < D_STATE
-    slot = tl.load(slots_ptr + request * stride_slots)
-    computed = tl.load(computed_tokens_ptr + request)
-    stored = tl.load(state_tokens_ptr + request)
-    stored_next = tl.load(next_state_tokens_ptr + request)
+    in_group = block * tiles.BLOCK_H + tl.arange(0, tiles.BLOCK_H)
+    is_head = in_group < tiles.HEADS_PER_GROUP
+    heads = group * tiles.HEADS_PER_GROUP + in_group
+    ns = tl.arange(0, tiles.BLOCK_N)
+    ages = tl.arange(0, tiles.BLOCK_L)  # indices of the tokens since the state, the oldest first
+    is_n = ns < tiles.D_STATE
+    slot = tl.load(requests.slots_ptr + request * stride_slots)
+    computed = tl.load(requests.computed_tokens_ptr + request)
+    stored = tl.load(requests.state_tokens_ptr + request)
+    stored_next = tl.load(requests.next_state_tokens_ptr + request)
     # Padding has no history.
     num_past = tl.where(slot > 0, computed - stored, 0)
     token = request.to(tl.int64)
-    dt_ptr += token * stride_dt_token + heads * stride_dt_head
-    B_ptr += token * stride_B_token + group * stride_B_group + ns
-    C_ptr += token * stride_C_token + group * stride_C_group + ns
+    dt_ptr = inputs.dt_ptr + (token * stride_dt_token + heads * stride_dt_head)
+    B_ptr = inputs.B_ptr + (token * stride_B_token + group * stride_B_group + ns)
+    C_ptr = inputs.C_ptr + (token * stride_C_token + group * stride_C_group + ns)
     slot_dt_ptr = history_dt_ptr + page_offsets(slot, stride_history_dt_slot)
     head_dt_ptrs = slot_dt_ptr + heads[:, None] * stride_history_dt_head
     history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
-    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
-    next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
-    past_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
+    rows = ((stored + ages) % tiles.HISTORY_TOKENS).to(tl.int64)
+    next_rows = ((stored + ages + 1) % tiles.HISTORY_TOKENS).to(tl.int64)
+    past_B = history_B_ptr + rows[:, None] * tiles.stride_history_B_token + ns[None, :]
     past_B = tl.load(past_B, mask=(ages < num_past)[:, None] & is_n[None, :], other=0.0)  # [L, N]
     B = tl.load(B_ptr, mask=is_n, other=0.0)
     b = B.to(tl.float32)
     c = tl.load(C_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
     dt = tl.load(dt_ptr, mask=is_head, other=0.0).to(tl.float32)  # [H]
-    rates = tl.load(A_ptr + heads, mask=is_head, other=0.0) * LOG2E
+    rates = tl.load(inputs.A_ptr + heads, mask=is_head, other=0.0) * LOG2E
     dt_bias = None
-    if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
+    if inputs.dt_bias_ptr is not None:
+        dt_bias = tl.load(inputs.dt_bias_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
     # Heads past the group's end read rows of its last head, and their results are not stored.
     past, decays = decays_of_rows(
         head_dt_ptrs + rows[None, :],
@@ -146,21 +150,42 @@ def replay_weights_kernel(
     )
     scores = row_sums(widened(past_B) * c[None, :])  # [L]
     own_score = tl.sum(rounded_product(b, c))
-    dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+    dt = step_sizes(dt, dt_bias, limits.dt_min, limits.dt_max, tiles.IS_SOFTPLUS, tiles.HAS_LIMITS)
     step_decays = tl.exp2(dt * rates)
-    weights_ptr += token * stride_weights_request + heads * WIDTH
+    weights_ptr += token * stride_weights_request + heads * tiles.WIDTH
     weights = past * step_decays[:, None] * scores[None, :]
     tl.store(weights_ptr[:, None] + ages[None, :], weights, mask=is_head[:, None])
-    tl.store(weights_ptr + BLOCK_L, decays * step_decays, mask=is_head)
-    tl.store(weights_ptr + BLOCK_L + 1, dt * own_score, mask=is_head)
+    tl.store(weights_ptr + tiles.BLOCK_L, decays * step_decays, mask=is_head)
+    tl.store(weights_ptr + tiles.BLOCK_L + 1, dt * own_score, mask=is_head)
     is_kept = (slot > 0) & (computed >= stored_next)
-    row = (computed % HISTORY_TOKENS).to(tl.int64)
+    row = (computed % tiles.HISTORY_TOKENS).to(tl.int64)
     kept_dt_ptr = slot_dt_ptr + heads * stride_history_dt_head + row
     tl.store(kept_dt_ptr, dt, mask=mask_if(is_kept, is_head))
-    kept_B_ptr = history_B_ptr + row * stride_history_B_token + ns
+    kept_B_ptr = history_B_ptr + row * tiles.stride_history_B_token + ns
     tl.store(kept_B_ptr, B, mask=mask_if(is_kept & (block == 0), is_n))
 
 
+class TokenTiles(NamedTuple):
+    """Tiles and flags for which `state_replay_token_kernel` is compiled."""
+
+    stride_states_dim: int
+    stride_history_x_token: int
+    stride_history_B_token: int
+    HEADS_PER_GROUP: int
+    HEAD_DIM: int
+    D_STATE: int
+    HISTORY_TOKENS: int
+    IS_SOFTPLUS: bool
+    HAS_LIMITS: bool
+    WIDTH: int
+    BLOCK_P: int
+    BLOCK_N: int
+    BLOCK_LINE: int
+    BLOCK_L: int
+    IS_OVERLAPPED: bool
+
+
+@with_groups(inputs=Inputs, requests=ReplaySlots, limits=StepLimits, tiles=TokenTiles)
 @triton.jit
 def state_replay_token_kernel(
     # Outputs
@@ -171,35 +196,21 @@ def state_replay_token_kernel(
     weights_ptr,  # f32[num_requests, num_heads, BLOCK_L + OTHERS]
     history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
     history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
-    x_ptr,  # [num_requests, num_heads, head_dim]
-    dt_ptr,  # [num_requests, num_heads]
-    A_ptr,  # f32[num_heads]
-    B_ptr,  # [num_requests, num_groups, d_state]
-    C_ptr,  # [num_requests, num_groups, d_state]
-    D_ptr,  # [num_heads, head_dim]
-    z_ptr,  # [num_requests, num_heads, head_dim]
-    dt_bias_ptr,  # [num_heads]
-    slots_ptr,  # i32[num_requests]
-    computed_tokens_ptr,  # i32[num_requests]
-    state_tokens_ptr,  # i32[num_requests]
-    next_state_tokens_ptr,  # i32[num_requests]
+    inputs,
+    requests,
     # Scalars
-    dt_min,
-    dt_max,
+    limits,
     # Strides, in elements
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_head: tl.int64,
-    stride_states_dim: tl.constexpr,
     stride_history_x_slot: tl.int64,
     stride_history_x_head: tl.int64,
-    stride_history_x_token: tl.constexpr,
     stride_history_dt_slot: tl.int64,
     stride_history_dt_head: tl.int64,
     stride_history_B_slot: tl.int64,
     stride_history_B_group: tl.int64,
-    stride_history_B_token: tl.constexpr,
     stride_x_token: tl.int64,
     stride_x_head: tl.int64,
     stride_dt_token: tl.int64,
@@ -215,77 +226,69 @@ def state_replay_token_kernel(
     stride_slots: tl.int64,
     stride_weights_request: tl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HISTORY_TOKENS: tl.constexpr,
-    IS_SOFTPLUS: tl.constexpr,
-    HAS_LIMITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_LINE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Serve BLOCK_P channels of one head of request r in program (b, r).
 
     All its loads are issued before it computes anything. If launches overlap, it loads the state
     and its own token while the other kernel still computes weights.
     """
-    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    B_ptr = inputs.B_ptr
+    D_ptr = inputs.D_ptr
+    z_ptr = inputs.z_ptr
+    BLOCKS: tl.constexpr = (tiles.HEAD_DIM + tiles.BLOCK_P - 1) // tiles.BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
-    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
-    is_dim = dims < HEAD_DIM
+    dims = (tl.program_id(0) % BLOCKS) * tiles.BLOCK_P + tl.arange(0, tiles.BLOCK_P)
+    ages = tl.arange(0, tiles.BLOCK_L)  # indices of the tokens since the state, the oldest first
+    is_dim = dims < tiles.HEAD_DIM
     # A row of a state consists of cache lines. Few threads hold a part of each line, so they sum
     # most of a row by themselves.
-    lines = tl.arange(0, BLOCK_N // BLOCK_LINE)[:, None] * BLOCK_LINE
-    lines += tl.arange(0, BLOCK_LINE)[None, :]
-    in_line = lines < D_STATE  # [lines, line]
+    lines = tl.arange(0, tiles.BLOCK_N // tiles.BLOCK_LINE)[:, None] * tiles.BLOCK_LINE
+    lines += tl.arange(0, tiles.BLOCK_LINE)[None, :]
+    in_line = lines < tiles.D_STATE  # [lines, line]
     in_state = is_dim[None, :, None] & in_line[:, None, :]
-    slot = tl.load(slots_ptr + request * stride_slots)
-    computed = tl.load(computed_tokens_ptr + request)
-    stored = tl.load(state_tokens_ptr + request)
-    stored_next = tl.load(next_state_tokens_ptr + request)
+    slot = tl.load(requests.slots_ptr + request * stride_slots)
+    computed = tl.load(requests.computed_tokens_ptr + request)
+    stored = tl.load(requests.state_tokens_ptr + request)
+    stored_next = tl.load(requests.next_state_tokens_ptr + request)
     token = request.to(tl.int64)
     out_ptr += token * stride_out_token + head * stride_out_head + dims
     if slot <= 0:
-        await_kernel_before(IS_OVERLAPPED)
-        tl.store(out_ptr, tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty), mask=is_dim)
+        await_kernel_before(tiles.IS_OVERLAPPED)
+        tl.store(out_ptr, tl.full([tiles.BLOCK_P], 0.0, out_ptr.dtype.element_ty), mask=is_dim)
         return
 
-    group = head // HEADS_PER_GROUP
+    group = head // tiles.HEADS_PER_GROUP
     num_past = computed - stored
     states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
     state_rows = dims[None, :, None]
-    if HEAD_DIM * stride_states_dim > _INT32_MAX:
+    if tiles.HEAD_DIM * tiles.stride_states_dim > _INT32_MAX:
         state_rows = state_rows.to(tl.int64)
-    state_ptrs = states_ptr + (state_rows * stride_states_dim + lines[:, None, :])
+    state_ptrs = states_ptr + (state_rows * tiles.stride_states_dim + lines[:, None, :])
     S = tl.load(state_ptrs, mask=mask_if(stored > 0, in_state), other=0.0)
-    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
+    rows = ((stored + ages) % tiles.HISTORY_TOKENS).to(tl.int64)
     history_x_ptr += page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head + dims
-    past_x = history_x_ptr[None, :] + rows[:, None] * stride_history_x_token
+    past_x = history_x_ptr[None, :] + rows[:, None] * tiles.stride_history_x_token
     past_x = tl.load(past_x, mask=(ages < num_past)[:, None] & is_dim[None, :], other=0.0)  # [L, P]
-    C_ptr += token * stride_C_token + group * stride_C_group
+    C_ptr = inputs.C_ptr + (token * stride_C_token + group * stride_C_group)
     c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
-    x_ptr += token * stride_x_token + head * stride_x_head + dims
+    x_ptr = inputs.x_ptr + (token * stride_x_token + head * stride_x_head + dims)
     x_row = tl.load(x_ptr, mask=is_dim, other=0.0)
     x = x_row.to(tl.float32)  # [P]
-    D = tl.zeros([BLOCK_P], tl.float32)
+    D = tl.full([tiles.BLOCK_P], 0, tl.float32)
     if D_ptr is not None:
         D_ptr += head * stride_D_head + dims * stride_D_dim
         D = tl.load(D_ptr, mask=is_dim, other=0.0).to(tl.float32)
-    z = tl.zeros([BLOCK_P], tl.float32)
+    z = tl.full([tiles.BLOCK_P], 0, tl.float32)
     if z_ptr is not None:
         z_ptr += token * stride_z_token + head * stride_z_head + dims
         z = tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32)
-    await_kernel_before(IS_OVERLAPPED)
-    weights_ptr += token * stride_weights_request + head * WIDTH
+    await_kernel_before(tiles.IS_OVERLAPPED)
+    weights_ptr += token * stride_weights_request + head * tiles.WIDTH
     weights = tl.load(weights_ptr + ages)
-    decay = tl.load(weights_ptr + BLOCK_L)
-    own_weight = tl.load(weights_ptr + BLOCK_L + 1)
+    decay = tl.load(weights_ptr + tiles.BLOCK_L)
+    own_weight = tl.load(weights_ptr + tiles.BLOCK_L + 1)
 
     S = widened(S)
     y = line_sums(S * c[:, None, :]) * decay
@@ -298,21 +301,23 @@ def state_replay_token_kernel(
         y *= silu(z)
     tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
     if computed >= stored_next:
-        row = (computed % HISTORY_TOKENS).to(tl.int64)
-        tl.store(history_x_ptr + row * stride_history_x_token, x_row, mask=is_dim)
+        row = (computed % tiles.HISTORY_TOKENS).to(tl.int64)
+        tl.store(history_x_ptr + row * tiles.stride_history_x_token, x_row, mask=is_dim)
     if stored_next > stored:
         # The next state includes tokens up to one of the history, or up to this one.
-        rate = tl.load(A_ptr + head) * LOG2E
+        rate = tl.load(inputs.A_ptr + head) * LOG2E
         dt_bias = None
-        if dt_bias_ptr is not None:
-            dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-        dt = tl.load(dt_ptr + token * stride_dt_token + head * stride_dt_head).to(tl.float32)
-        dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+        if inputs.dt_bias_ptr is not None:
+            dt_bias = tl.load(inputs.dt_bias_ptr + head).to(tl.float32)
+        dt = tl.load(inputs.dt_ptr + token * stride_dt_token + head * stride_dt_head).to(tl.float32)
+        dt = step_sizes(
+            dt, dt_bias, limits.dt_min, limits.dt_max, tiles.IS_SOFTPLUS, tiles.HAS_LIMITS
+        )
         history_dt_ptr += page_offsets(slot, stride_history_dt_slot) + head * stride_history_dt_head
         history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
         B_ptr += token * stride_B_token + group * stride_B_group
         num_kept = stored_next - stored
-        next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
+        next_rows = ((stored + ages + 1) % tiles.HISTORY_TOKENS).to(tl.int64)
         steps = tl.load(history_dt_ptr + rows, mask=ages < num_past, other=0.0)
         steps = tl.where(ages < num_kept, tl.where(ages == num_past, dt, steps), 0.0)
         behind = tl.load(history_dt_ptr + next_rows, mask=ages + 1 < num_past, other=0.0)
@@ -324,13 +329,13 @@ def state_replay_token_kernel(
             bs = ()
             for i in tl.static_range(_AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
                 age = first + i
-                row = ((stored + age) % HISTORY_TOKENS).to(tl.int64)
+                row = ((stored + age) % tiles.HISTORY_TOKENS).to(tl.int64)
                 # The token itself is in no row of the history. Tokens after it get weight 0.
                 is_past = age < num_past
-                row_x = history_x_ptr + row * stride_history_x_token
+                row_x = history_x_ptr + row * tiles.stride_history_x_token
                 row_x = tl.load(row_x, mask=mask_if(is_past, is_dim), other=0.0)
                 xs += (tl.where(age == num_past, x_row, row_x).to(tl.float32),)
-                row_B = tl.where(is_past, history_B_ptr + row * stride_history_B_token, B_ptr)
+                row_B = tl.where(is_past, history_B_ptr + row * tiles.stride_history_B_token, B_ptr)
                 row_B = tl.load(row_B + lines, mask=mask_if(age < num_kept, in_line), other=0.0)
                 bs += (row_B.to(tl.float32),)
             for i in tl.static_range(_AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]

@@ -4,11 +4,16 @@ A prompt has few programs, of one warp each, so no other warp hides their waits 
 are therefore loaded one tile of tokens ahead.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from jenga_kernels.triton.lib.addressing import page_offsets
 from jenga_kernels.triton.lib.device import device_function
+from jenga_kernels.triton.lib.groups import with_groups
+from jenga_kernels.triton.mamba.groups import Inputs, StepLimits
+from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.recurrence import (
     LOG2E,
     checkpoint_range,
@@ -111,29 +116,37 @@ def _scan_tokens(
     return h
 
 
+class ChannelsTiles(NamedTuple):
+    """Tiles and flags for which `state_scan_channels_kernel` is compiled."""
+
+    HEADS_PER_GROUP: int
+    HEAD_DIM: int
+    D_STATE: int
+    IS_SOFTPLUS: bool
+    HAS_LIMITS: bool
+    BLOCK_T: int
+    BLOCK_P: int
+    BLOCK_N: int
+
+
+@with_groups(
+    inputs=Inputs,
+    requests=Requests,
+    checkpoints=Checkpoints,
+    limits=StepLimits,
+    tiles=ChannelsTiles,
+)
 @triton.jit
 def state_scan_channels_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
     # Inputs
-    x_ptr,  # [num_tokens, num_heads, head_dim]
-    dt_ptr,  # [num_tokens, num_heads, head_dim]
-    A_ptr,  # f32[num_heads, head_dim, d_state]
-    B_ptr,  # [num_tokens, num_groups, d_state]
-    C_ptr,  # [num_tokens, num_groups, d_state]
-    D_ptr,  # [num_heads, head_dim]
-    z_ptr,  # [num_tokens, num_heads, head_dim]
-    dt_bias_ptr,  # [num_heads, head_dim]
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests]
-    checkpoint_starts_ptr,  # i32[num_requests + 1]
-    checkpoint_after_ptr,  # i32[num_checkpoints]
-    checkpoint_slots_ptr,  # i32[num_checkpoints]
+    inputs,
+    requests,
+    checkpoints,
     # Scalars
-    dt_min,
-    dt_max,
+    limits,
     # Strides, in elements
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
@@ -156,47 +169,42 @@ def state_scan_channels_kernel(
     stride_initial: tl.int64,
     stride_slots: tl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    IS_SOFTPLUS: tl.constexpr,
-    HAS_LIMITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    tiles: tl.constexpr,
 ):
     """Scan request r in BLOCK_P channels of one head, token by token, in program (b, r)."""
-    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    D_ptr = inputs.D_ptr
+    z_ptr = inputs.z_ptr
+    BLOCKS: tl.constexpr = (tiles.HEAD_DIM + tiles.BLOCK_P - 1) // tiles.BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
-    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    ns = tl.arange(0, BLOCK_N)
-    is_dim = dims < HEAD_DIM
-    is_n = ns < D_STATE
+    dims = (tl.program_id(0) % BLOCKS) * tiles.BLOCK_P + tl.arange(0, tiles.BLOCK_P)
+    ns = tl.arange(0, tiles.BLOCK_N)
+    is_dim = dims < tiles.HEAD_DIM
+    is_n = ns < tiles.D_STATE
     in_state = is_dim[:, None] & is_n[None, :]
-    token = tl.load(query_starts_ptr + request)
-    end = tl.load(query_starts_ptr + request + 1)
-    final_slot = tl.load(state_slots_ptr + request * stride_slots)
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    token = tl.load(requests.query_starts_ptr + request)
+    end = tl.load(requests.query_starts_ptr + request + 1)
+    final_slot = tl.load(requests.state_slots_ptr + request * stride_slots)
+    initial_slot = tl.load(requests.initial_slots_ptr + request * stride_initial)
     out_ptr += head * stride_out_head
 
     if final_slot <= 0:
         for row in range(token, end):
             out_row = out_ptr + tl.cast(row, tl.int64) * stride_out_token
-            zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
+            zero = tl.full([tiles.BLOCK_P], 0.0, out_ptr.dtype.element_ty)
             tl.store(out_row + dims, zero, mask=is_dim)
         return
 
-    x_ptr += head * stride_x_head
-    dt_ptr += head * stride_dt_head
-    B_ptr += head // HEADS_PER_GROUP * stride_B_group
-    C_ptr += head // HEADS_PER_GROUP * stride_C_group
+    x_ptr = inputs.x_ptr + head * stride_x_head
+    dt_ptr = inputs.dt_ptr + head * stride_dt_head
+    B_ptr = inputs.B_ptr + head // tiles.HEADS_PER_GROUP * stride_B_group
+    C_ptr = inputs.C_ptr + head // tiles.HEADS_PER_GROUP * stride_C_group
     in_page = head * stride_states_head + dims[:, None] * stride_states_dim + ns[None, :]  # [P, N]
-    A_ptrs = A_ptr + (head * HEAD_DIM + dims[:, None]) * D_STATE + ns[None, :]
+    A_ptrs = inputs.A_ptr + (head * tiles.HEAD_DIM + dims[:, None]) * tiles.D_STATE + ns[None, :]
     A = tl.load(A_ptrs, mask=in_state, other=0.0) * LOG2E
     dt_bias = None
-    if dt_bias_ptr is not None:
-        biases_ptr = dt_bias_ptr + head * stride_dt_bias_head
+    if inputs.dt_bias_ptr is not None:
+        biases_ptr = inputs.dt_bias_ptr + head * stride_dt_bias_head
         dt_bias = tl.load(biases_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
     D = None
     if D_ptr is not None:
@@ -209,13 +217,13 @@ def state_scan_channels_kernel(
     h = tl.load(initial, mask=has_initial, other=0.0).to(tl.float32)  # [P, N]
 
     query_start = token
-    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
+    stretch, last_stretch = checkpoint_range(checkpoints.checkpoint_starts_ptr, request)
     for s in range(stretch, last_stretch + 1):
         after, slot = stretch_end(
             s,
             last_stretch,
-            checkpoint_after_ptr,
-            checkpoint_slots_ptr,
+            checkpoints.checkpoint_after_ptr,
+            checkpoints.checkpoint_slots_ptr,
             end - query_start,
             final_slot,
         )
@@ -237,11 +245,11 @@ def state_scan_channels_kernel(
             stride_B_token,
             stride_C_token,
             stride_z_token,
-            BLOCK_T,
+            tiles.BLOCK_T,
         )
-        for first in range(token, stop, 2 * BLOCK_T):
+        for first in range(token, stop, 2 * tiles.BLOCK_T):
             next_rows = _load_tokens(
-                first + BLOCK_T,
+                first + tiles.BLOCK_T,
                 stop,
                 dims,
                 ns,
@@ -257,7 +265,7 @@ def state_scan_channels_kernel(
                 stride_B_token,
                 stride_C_token,
                 stride_z_token,
-                BLOCK_T,
+                tiles.BLOCK_T,
             )
             h = _scan_tokens(
                 first,
@@ -269,17 +277,17 @@ def state_scan_channels_kernel(
                 A,
                 D,
                 dt_bias,
-                dt_min,
-                dt_max,
+                limits.dt_min,
+                limits.dt_max,
                 out_ptr,
                 stride_out_token,
                 z_ptr is not None,
-                IS_SOFTPLUS,
-                HAS_LIMITS,
-                BLOCK_T,
+                tiles.IS_SOFTPLUS,
+                tiles.HAS_LIMITS,
+                tiles.BLOCK_T,
             )
             rows = _load_tokens(
-                first + 2 * BLOCK_T,
+                first + 2 * tiles.BLOCK_T,
                 stop,
                 dims,
                 ns,
@@ -295,10 +303,10 @@ def state_scan_channels_kernel(
                 stride_B_token,
                 stride_C_token,
                 stride_z_token,
-                BLOCK_T,
+                tiles.BLOCK_T,
             )
             h = _scan_tokens(
-                first + BLOCK_T,
+                first + tiles.BLOCK_T,
                 stop,
                 h,
                 next_rows,
@@ -307,14 +315,14 @@ def state_scan_channels_kernel(
                 A,
                 D,
                 dt_bias,
-                dt_min,
-                dt_max,
+                limits.dt_min,
+                limits.dt_max,
                 out_ptr,
                 stride_out_token,
                 z_ptr is not None,
-                IS_SOFTPLUS,
-                HAS_LIMITS,
-                BLOCK_T,
+                tiles.IS_SOFTPLUS,
+                tiles.HAS_LIMITS,
+                tiles.BLOCK_T,
             )
         token = stop
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page

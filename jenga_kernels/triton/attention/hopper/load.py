@@ -21,15 +21,6 @@ AT_ONCE = gl.constexpr(4)
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
 """Layout of a box, [1 page, rows, 1 head, BOX_DIM]."""
 
-BYTE_BOX_LAYOUT = gl.NVMMASharedLayout(64, 8, 4)
-"""Layout of a box in float8."""
-
-STORED_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
-"""Layout of loaded float8 elements: BOX_DIM elements of each row, then the next BOX_DIM."""
-
-CONVERTED_AT_ONCE = gl.constexpr(8192)
-"""Elements converted at once, 64 for each thread of four warps. More take too many registers."""
-
 ROWS_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
 """Layout of a box of queries, [tokens, heads that share a KV head, BOX_DIM]."""
 
@@ -55,15 +46,7 @@ def load_tiles(
     chunk_tokens,
     stride_table_request,
     ring,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    IS_CONVERTED: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Load tiles of keys and of values for all row tiles, each as soon as its place is free.
 
@@ -76,7 +59,7 @@ def load_tiles(
     landed_phase = 0
     for round_index in range(num_rounds(work)):
         kv_head, request, row_start, query_start, query_len = place_of(
-            round_index, work, NUM_KV_HEADS
+            round_index, work, tiles.NUM_KV_HEADS
         )
         if request >= 0:
             seq_len = gl.load(seq_lens_ptr + request)
@@ -88,10 +71,10 @@ def load_tiles(
                 work,
                 window_tokens,
                 chunk_tokens,
-                GROUP,
-                IS_CAUSAL,
-                BLOCK_N,
-                BLOCK_T,
+                tiles.GROUP,
+                tiles.IS_CAUSAL,
+                tiles.BLOCK_N,
+                tiles.BLOCK_T,
             )
             place = num_said % 2
             mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
@@ -108,70 +91,42 @@ def load_tiles(
                     tiles_start,
                     num_tiles,
                 ),
-                4 if IS_CONVERTED else 1,
             )
             if q_descriptor is None:
                 mbarrier.arrive(item_ready.index(place), count=1)
             else:
-                token = query_start + row_start // GROUP
+                token = query_start + row_start // tiles.GROUP
                 _load_rows(
                     q,
                     q_descriptor,
                     item_ready.index(place),
                     place,
                     token,
-                    kv_head * GROUP,
-                    GROUP,
-                    BLOCK_D,
+                    kv_head * tiles.GROUP,
+                    tiles.GROUP,
+                    tiles.BLOCK_D,
                 )
             num_said += 1
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
-            if IS_CONVERTED:
-                # Values are converted after the keys of the next tile.
-                for tile in range(num_tiles + 1):
-                    _convert_both(
-                        k_descriptor,
-                        v_descriptor,
-                        table_row_ptr,
-                        tiles_start,
-                        tile,
-                        num_tiles,
-                        keys_start,
-                        keys_end,
-                        kv_head,
-                        num_pages,
-                        done,
-                        ring,
-                        PAGE_TOKENS,
-                        BLOCK_N,
-                        BLOCK_T,
-                        BLOCK_D,
-                        NUM_STAGES,
-                    )
-            else:
-                for tile in range(num_tiles):
-                    landed_phase = _load_both(
-                        k_descriptor,
-                        v_descriptor,
-                        table_row_ptr,
-                        tiles_start + tile * BLOCK_N,
-                        keys_start,
-                        keys_end,
-                        kv_head,
-                        num_pages,
-                        done + tile,
-                        landed_phase,
-                        ring,
-                        PAGE_TOKENS,
-                        BLOCK_N,
-                        BLOCK_T,
-                        BLOCK_D,
-                        NUM_STAGES,
-                    )
+            for tile in range(num_tiles):
+                landed_phase = _load_both(
+                    k_descriptor,
+                    v_descriptor,
+                    table_row_ptr,
+                    tiles_start + tile * tiles.BLOCK_N,
+                    keys_start,
+                    keys_end,
+                    kv_head,
+                    num_pages,
+                    done + tile,
+                    landed_phase,
+                    ring,
+                    tiles,
+                )
             done += num_tiles
     place = num_said % 2
     mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
-    say(items, place, (-1,), 4 if IS_CONVERTED else 1)
+    say(items, place, (-1,))
     mbarrier.arrive(item_ready.index(place), count=1)
 
 
@@ -224,20 +179,16 @@ def _load_both(
     index,  # index of the tile in the ring
     landed_phase,
     ring,
-    PAGE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Load a tile of keys and one of values; return the next phase of ragged values.
 
     Values are ragged if some of their loaded rows are dead. A dead slot may hold NaN, and 0 * NaN
     is NaN. So values are zeroed, not only their weights, before they are ready.
     """
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _, _, _ = ring
-    stage = index % NUM_STAGES
-    phase = (index // NUM_STAGES) & 1
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _ = ring
+    stage = index % tiles.NUM_STAGES
+    phase = (index // tiles.NUM_STAGES) & 1
     _load_tile(
         k_descriptor,
         table_row_ptr,
@@ -250,13 +201,13 @@ def _load_both(
         k_free.index(stage),
         phase ^ 1,
         k_ready.index(stage),
-        PAGE_TOKENS,
-        BLOCK_N,
-        BLOCK_T,
-        BLOCK_D,
+        tiles.PAGE_TOKENS,
+        tiles.BLOCK_N,
+        tiles.BLOCK_T,
+        tiles.BLOCK_D,
     )
-    first_live, end_live = _live_rows(tile_start, keys_start, keys_end, BLOCK_N)
-    end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
+    first_live, end_live = _live_rows(tile_start, keys_start, keys_end, tiles.BLOCK_N)
+    end_copied = gl.cdiv(end_live, tiles.BLOCK_T) * tiles.BLOCK_T
     is_ragged = (first_live > 0) | (end_live < end_copied)
     _load_tile(
         v_descriptor,
@@ -269,142 +220,20 @@ def _load_both(
         stage,
         v_free.index(stage),
         phase ^ 1,
-        v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
-        PAGE_TOKENS,
-        BLOCK_N,
-        BLOCK_T,
-        BLOCK_D,
+        v_ready.index(gl.where(is_ragged, tiles.NUM_STAGES, stage)),
+        tiles.PAGE_TOKENS,
+        tiles.BLOCK_N,
+        tiles.BLOCK_T,
+        tiles.BLOCK_D,
     )
     if is_ragged:
-        mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
+        mbarrier.wait(v_ready.index(tiles.NUM_STAGES), landed_phase)
         landed_phase ^= 1
-        zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
-        zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
+        zero_rows(v_tiles, stage, 0, first_live, tiles.BLOCK_N, tiles.BLOCK_D)
+        zero_rows(v_tiles, stage, end_live, end_copied, tiles.BLOCK_N, tiles.BLOCK_D)
         fence_async_shared()
         mbarrier.arrive(v_ready.index(stage), count=1)
     return landed_phase
-
-
-@gluon.jit
-def _convert_both(
-    k_descriptor,
-    v_descriptor,
-    table_row_ptr,
-    tiles_start,
-    tile,
-    num_tiles,
-    keys_start,
-    keys_end,
-    kv_head,
-    num_pages,
-    done,
-    ring,
-    PAGE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-):
-    """Convert a tile of keys and the values of the tile before, and start the next loads.
-
-    The order is that in which the groups that multiply wait. They free values only when they have
-    the keys of the tile after the next. So no wait here depends on tiles still to be converted
-    here.
-    """
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _, k_landed, v_landed = ring
-    tile_start = tiles_start + tile * BLOCK_N
-    index = done + tile
-    # Keys are loaded a tile ahead, the first together with the second.
-    for ahead in range(gl.where(tile == 0, 0, 1), 2):
-        if tile + ahead < num_tiles:
-            stage = (index + ahead) % NUM_STAGES
-            _load_tile(
-                k_descriptor,
-                table_row_ptr,
-                tile_start + ahead * BLOCK_N,
-                keys_end,
-                kv_head,
-                num_pages,
-                k_tiles,
-                stage,
-                k_free.index(stage),
-                ((index + ahead) // NUM_STAGES) & 1 ^ 1,
-                k_landed.index(stage),
-                PAGE_TOKENS,
-                BLOCK_N,
-                BLOCK_T,
-                BLOCK_D,
-            )
-    if tile < num_tiles:
-        stage = index % NUM_STAGES
-        phase = (index // NUM_STAGES) & 1
-        first_live, end_live = _live_rows(tile_start, keys_start, keys_end, BLOCK_N)
-        mbarrier.wait(k_landed.index(stage), phase)
-        convert_rows(k_tiles, stage, first_live, end_live, k_descriptor.dtype, BLOCK_N, BLOCK_D)
-        fence_async_shared()
-        mbarrier.arrive(k_ready.index(stage), count=1)
-        _load_tile(
-            v_descriptor,
-            table_row_ptr,
-            tile_start,
-            keys_end,
-            kv_head,
-            num_pages,
-            v_tiles,
-            stage,
-            v_free.index(stage),
-            phase ^ 1,
-            v_landed.index(stage),
-            PAGE_TOKENS,
-            BLOCK_N,
-            BLOCK_T,
-            BLOCK_D,
-        )
-    if tile > 0:
-        stage = (index - 1) % NUM_STAGES
-        phase = ((index - 1) // NUM_STAGES) & 1
-        first_live, end_live = _live_rows(tile_start - BLOCK_N, keys_start, keys_end, BLOCK_N)
-        mbarrier.wait(v_landed.index(stage), phase)
-        convert_rows(v_tiles, stage, first_live, end_live, v_descriptor.dtype, BLOCK_N, BLOCK_D)
-        fence_async_shared()
-        mbarrier.arrive(v_ready.index(stage), count=1)
-
-
-@gluon.jit
-def convert_rows(
-    tiles,
-    stage,
-    first_live,
-    end_live,
-    stored: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
-    """Convert elements in the upper half of a place, block by block, with four warps.
-
-    Rows before first_live and from end_live on are zeroed. Blocks are stored in an order that
-    overwrites no elements that have not been read.
-    """
-    WIDTH: gl.constexpr = min(BLOCK_D, CONVERTED_AT_ONCE // BLOCK_N)
-    BLOCKS: gl.constexpr = BLOCK_D // WIDTH
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    landed_shape: gl.constexpr = [tiles.shape[0] * 2 * BLOCKS, BLOCK_N, WIDTH]
-    shape: gl.constexpr = [tiles.shape[0] * BLOCKS, BLOCK_N, WIDTH]
-    if HAS_REINTERPRET:
-        in_pages = tiles.reinterpret(stored, landed_shape, STORED_LAYOUT)
-        blocks = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
-    else:
-        in_pages = tiles._reinterpret(stored, landed_shape, STORED_LAYOUT)
-        blocks = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    for block in gl.static_range(BLOCKS):
-        values = in_pages.index((stage * 2 + 1) * BLOCKS + block).load(layout)
-        # Float32 comes between, because two at once are converted from it to the result's type.
-        values = values.to(gl.float32).to(tiles.dtype)
-        if (first_live > 0) | (end_live < BLOCK_N):
-            is_live = (rows >= first_live) & (rows < end_live)
-            values = gl.where(is_live[:, None], values, 0.0).to(tiles.dtype)
-        blocks.index(stage * BLOCKS + block).store(values)
 
 
 @gluon.jit
@@ -461,9 +290,7 @@ def _load_tile(
     """
     NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
-    # Elements to convert are loaded into the last of PARTS parts of their place.
-    PARTS: gl.constexpr = tiles.dtype.primitive_bitwidth // descriptor.dtype.primitive_bitwidth
-    shape: gl.constexpr = [tiles.shape[0] * PARTS * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
+    shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
     if HAS_REINTERPRET:
         boxes = tiles.reinterpret(descriptor.dtype, shape, descriptor.layout)
     else:
@@ -483,14 +310,14 @@ def _load_tile(
         )
         if first == 0:
             mbarrier.wait(free, phase)
-            mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2 // PARTS)
+            mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
         for box in gl.static_range(first, min(first + AT_ONCE, NUM_BOXES)):
             for part in gl.static_range(NUM_PARTS):
                 copy_box(
                     descriptor,
                     [pages[box - first], slots[box - first], kv_head, part * BOX_DIM],
                     ready,
-                    boxes.index(((stage * PARTS + PARTS - 1) * NUM_PARTS + part) * NUM_BOXES + box),
+                    boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
                 )
 
 

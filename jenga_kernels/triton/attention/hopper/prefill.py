@@ -2,19 +2,17 @@
 # Pyright does not understand the layouts and loops of Gluon.
 """The prefill kernel of attention for Hopper, with warps that load and warps that compute.
 
-One warp loads keys and values by TMA, box by box through the page table. For float8 pages there are
-four such warps, which also convert loaded elements. Two groups of four warps have half of a tile of
-rows each and multiply. While the tensor cores multiply the weights of one tile of keys with its
-values, the softmax of the next tile and that of the other group run. The kernel is written in
-Gluon, which has no interpreter. `attention.prefill` does the same in Triton.
+One warp loads keys and values by TMA, box by box through the page table. Two groups of four warps
+have half of a tile of rows each and multiply. While the tensor cores multiply the weights of one
+tile of keys with its values, the softmax of the next tile and that of the other group run. The
+kernel is written in Gluon, which has no interpreter. `attention.prefill` does the same in Triton.
 
 The warps share a ring of tiles, `ring`:
 
 - keys, then values;
 - barriers for ready keys, for free places of keys, and the same for values; one more barrier of
   ready values is for loaded values that must still be zeroed;
-- barriers of the groups' turns;
-- barriers for keys and values that are loaded and must be converted.
+- barriers of the groups' turns.
 
 They also share row tiles, `rows`:
 
@@ -25,49 +23,65 @@ They also share row tiles, `rows`:
 Source: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jenga_kernels.triton.attention.groups import HeadTerms, Requests, Results, RowWork, Scores
 from jenga_kernels.triton.attention.hopper.load import (
     BOX_DIM,
     BOX_LAYOUT,
-    BYTE_BOX_LAYOUT,
     ROWS_LAYOUT,
     TILE_LAYOUT,
     load_tiles,
 )
 from jenga_kernels.triton.attention.hopper.rows import GROUP_ROWS, attend_rows
 from jenga_kernels.triton.attention.hopper.work import ITEM_LAYOUT, ITEM_NUMBERS
+from jenga_kernels.triton.lib.groups import with_groups
 
 
+class HopperTiles(NamedTuple):
+    """Tiles and flags for which `attention_prefill_hopper_kernel` is compiled."""
+
+    NUM_KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    PAGE_TOKENS: int
+    IS_CAUSAL: bool
+    BLOCK_N: int
+    BLOCK_T: int
+    BLOCK_D: int
+    NUM_STAGES: int
+    TAKES_TURNS: bool
+
+
+@with_groups(
+    results=Results,
+    requests=Requests,
+    row_work=RowWork,
+    terms=HeadTerms,
+    scores=Scores,
+    tiles=HopperTiles,
+)
 @gluon.jit(do_not_specialize=["num_pages", "num_items", "num_programs"])
 def attention_prefill_hopper_kernel(
     # Outputs
-    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
-    lse_ptr,  # f32[num_tokens, num_heads] or None
+    results,
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
     q_descriptor,  # the same, or None: groups of warps then load their own rows
     k_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     v_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
-    page_table_ptr,  # i32[num_requests, max_pages]
-    query_starts_ptr,  # i32[num_requests + 1]
-    seq_lens_ptr,  # i32[num_requests]
-    row_tile_requests_ptr,  # i32[max_row_tiles]
-    row_tile_indices_ptr,  # i32[max_row_tiles]
-    sinks_ptr,  # [num_heads] or None
-    alibi_slopes_ptr,  # f32[num_heads] or None
-    k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
-    v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    requests,
+    row_work,
+    terms,
     spans_ptr,  # i32[num_tokens, 2] or None
     # Scalars
-    scale,
-    soft_cap,
-    window_tokens,
-    chunk_tokens,
+    scores,
     num_pages,
     # Sizes
     num_items,  # row tiles of all KV heads
@@ -77,17 +91,7 @@ def attention_prefill_hopper_kernel(
     stride_q_head: gl.int64,
     stride_table_request: gl.int64,
     # Tiles and flags
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE_TOKENS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    IS_PER_HEAD_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Compute one row tile after another, with loads up to a row tile ahead.
 
@@ -95,27 +99,21 @@ def attention_prefill_hopper_kernel(
     turns, one issues its products before the other. Their softmaxes then run at different times,
     each while the other's products run.
     """
+    NUM_STAGES: gl.constexpr = tiles.NUM_STAGES
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    IS_CONVERTED: gl.constexpr = k_descriptor.dtype != dtype
-    LOADING_WARPS: gl.constexpr = 4 if IS_CONVERTED else 1
-    REGISTERS: gl.constexpr = 216 if IS_CONVERTED else 232
     NUM_Q: gl.constexpr = 1 if q_descriptor is None else 2
-    q = gl.allocate_shared_memory(dtype, [2 * NUM_Q, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
-    k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
-    v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
+    q = gl.allocate_shared_memory(dtype, [2 * NUM_Q, GROUP_ROWS, tiles.BLOCK_D], TILE_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(
+        dtype, [NUM_STAGES, tiles.BLOCK_N, tiles.BLOCK_D], TILE_LAYOUT
+    )
+    v_tiles = gl.allocate_shared_memory(
+        dtype, [NUM_STAGES, tiles.BLOCK_N, tiles.BLOCK_D], TILE_LAYOUT
+    )
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
     v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
     v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-    k_landed = k_free
-    v_landed = v_free
-    if IS_CONVERTED:
-        k_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        v_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        for stage in gl.static_range(NUM_STAGES):
-            mbarrier.init(k_landed.index(stage), count=1)
-            mbarrier.init(v_landed.index(stage), count=1)
     items = gl.allocate_shared_memory(gl.int32, [2, ITEM_NUMBERS], ITEM_LAYOUT)
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
@@ -129,68 +127,44 @@ def attention_prefill_hopper_kernel(
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
     mbarrier.init(v_ready.index(NUM_STAGES), count=1)
-    if TAKES_TURNS:
+    if tiles.TAKES_TURNS:
         turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
         mbarrier.init(turns.index(0), count=1)
         mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
 
-    ring = (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, k_landed, v_landed)
+    ring = (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns)
     gl.warp_specialize(
         [
             (
                 attend_rows,
                 (
-                    out_ptr,
-                    lse_ptr,
+                    results,
                     q_ptr,
-                    sinks_ptr,
-                    alibi_slopes_ptr,
+                    terms,
                     spans_ptr,
-                    (scale, soft_cap, window_tokens, chunk_tokens),
-                    k_scale_ptr,
-                    v_scale_ptr,
+                    scores,
                     stride_q_token,
                     stride_q_head,
                     (q, items, item_ready, item_free, q_descriptor),
                     ring,
-                    NUM_KV_HEADS,
-                    GROUP,
-                    HEAD_DIM,
-                    IS_CAUSAL,
-                    BLOCK_N,
-                    BLOCK_D,
-                    NUM_STAGES,
-                    TAKES_TURNS,
-                    IS_PER_HEAD_SCALE,
+                    tiles,
                     0,
                 ),
             ),
             (
                 attend_rows,
                 (
-                    out_ptr,
-                    lse_ptr,
+                    results,
                     q_ptr,
-                    sinks_ptr,
-                    alibi_slopes_ptr,
+                    terms,
                     spans_ptr,
-                    (scale, soft_cap, window_tokens, chunk_tokens),
-                    k_scale_ptr,
-                    v_scale_ptr,
+                    scores,
                     stride_q_token,
                     stride_q_head,
                     (q, items, item_ready, item_free, q_descriptor),
                     ring,
-                    NUM_KV_HEADS,
-                    GROUP,
-                    HEAD_DIM,
-                    IS_CAUSAL,
-                    BLOCK_N,
-                    BLOCK_D,
-                    NUM_STAGES,
-                    TAKES_TURNS,
-                    IS_PER_HEAD_SCALE,
+                    tiles,
                     1,
                 ),
             ),
@@ -200,35 +174,27 @@ def attention_prefill_hopper_kernel(
                     (q, items, item_ready, item_free, q_descriptor),
                     k_descriptor,
                     v_descriptor,
-                    page_table_ptr,
+                    requests.page_table_ptr,
                     (
-                        query_starts_ptr,
-                        seq_lens_ptr,
-                        row_tile_requests_ptr,
-                        row_tile_indices_ptr,
+                        requests.query_starts_ptr,
+                        requests.seq_lens_ptr,
+                        row_work.row_tile_requests_ptr,
+                        row_work.row_tile_indices_ptr,
                         spans_ptr,
                         num_items,
                         num_programs,
                     ),
                     num_pages,
-                    window_tokens,
-                    chunk_tokens,
+                    scores.window_tokens,
+                    scores.chunk_tokens,
                     stride_table_request,
                     ring,
-                    NUM_KV_HEADS,
-                    GROUP,
-                    PAGE_TOKENS,
-                    IS_CAUSAL,
-                    BLOCK_N,
-                    BLOCK_T,
-                    BLOCK_D,
-                    NUM_STAGES,
-                    IS_CONVERTED,
+                    tiles,
                 ),
             ),
         ],
-        [4, LOADING_WARPS],
-        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; those of the three groups are 504
+        [4, 1],
+        [232, 40],  # of a thread; those of the three groups are 504
     )
 
 
@@ -236,7 +202,7 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
     """Make the TMA descriptor for boxes of rows of one head of a page.
 
     Args:
-        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 or 8 bits an
+        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 bits an
             element; any strides that are multiples of 16 bytes, last dimension contiguous.
         block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
     """
@@ -246,8 +212,7 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
         for size, stride in zip(pages.shape, pages.stride(), strict=True)
     ]
     block = [1, block_tokens, 1, BOX_DIM.value]
-    layout = BYTE_BOX_LAYOUT if pages.element_size() == 1 else BOX_LAYOUT
-    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, layout)
+    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, BOX_LAYOUT)
 
 
 def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:

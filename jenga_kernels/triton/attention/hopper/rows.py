@@ -27,28 +27,16 @@ GROUP_ROWS = gl.constexpr(ROWS.value // 2)
 
 @gluon.jit
 def attend_rows(
-    out_ptr,
-    lse_ptr,
+    results,
     q_ptr,
-    sinks_ptr,
-    alibi_slopes_ptr,
+    terms,
     spans_ptr,
     scoring,  # scale, soft_cap, window_tokens, chunk_tokens
-    k_scale_ptr,
-    v_scale_ptr,
     stride_q_token,
     stride_q_head,
     rows,
     ring,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
-    IS_PER_HEAD_SCALE: gl.constexpr,
+    tiles: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Compute rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
@@ -57,30 +45,18 @@ def attend_rows(
     request = _await_item(rows, num_begun)
     while request >= 0:
         done += _attend_row_tile(
-            out_ptr,
-            lse_ptr,
+            results,
             q_ptr,
-            sinks_ptr,
-            alibi_slopes_ptr,
+            terms,
             spans_ptr,
             done,
             num_begun,
             scoring,
-            k_scale_ptr,
-            v_scale_ptr,
             stride_q_token,
             stride_q_head,
             rows,
             ring,
-            NUM_KV_HEADS,
-            GROUP,
-            HEAD_DIM,
-            IS_CAUSAL,
-            BLOCK_N,
-            BLOCK_D,
-            NUM_STAGES,
-            TAKES_TURNS,
-            IS_PER_HEAD_SCALE,
+            tiles,
             GROUP_INDEX,
         )
         num_begun += 1
@@ -98,64 +74,49 @@ def _await_item(rows, num_begun):
 
 @gluon.jit
 def _attend_row_tile(
-    out_ptr,
-    lse_ptr,
+    results,
     q_ptr,
-    sinks_ptr,
-    alibi_slopes_ptr,
+    terms,
     spans_ptr,
     done,  # number of key tiles that came before in the ring
     num_begun,  # number of row tiles that came before
     scoring,
-    k_scale_ptr,
-    v_scale_ptr,
     stride_q_token,
     stride_q_head,
     rows,
     ring,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
-    IS_PER_HEAD_SCALE: gl.constexpr,
+    tiles: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Loop over the key tiles of a row tile, and return their number."""
-    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    NUM_HEADS: gl.constexpr = tiles.NUM_KV_HEADS * tiles.GROUP
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     copy_layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
+        [1, 8], [256 // tiles.BLOCK_D, tiles.BLOCK_D // 8], [4, 1], [1, 0]
     )
     copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
-    scale, soft_cap, window_tokens, chunk_tokens = scoring
+    _, _, window_tokens, chunk_tokens = scoring
     q_tiles, items, _, item_free, q_descriptor = rows
     place = num_begun % 2
     _, kv_head, row_start, query_start, query_len, seq_len, tiles_start, num_tiles = said(
         items, place
     )
-    if k_scale_ptr is not None:
-        scale *= gl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
-        scoring = (scale, soft_cap, window_tokens, chunk_tokens)
     row_start += GROUP_INDEX * GROUP_ROWS
-    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, copy_layout))
+    dims = gl.arange(0, tiles.BLOCK_D, gl.SliceLayout(0, copy_layout))
     if q_descriptor is None:
         q = q_tiles.index(GROUP_INDEX)
-        in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
-        is_there = (in_tile < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        in_tile, tokens, heads = _rows(row_start, query_len, kv_head, tiles.GROUP, copy_row_layout)
+        is_there = (in_tile < query_len * tiles.GROUP)[:, None] & (dims < tiles.HEAD_DIM)[None, :]
         offsets = (query_start + tokens).to(gl.int64) * stride_q_token + heads * stride_q_head
         q.store(gl.load(q_ptr + offsets[:, None] + dims[None, :], mask=is_there, other=0.0))
         fence_async_shared()
     else:
         q = q_tiles.index(place * 2 + GROUP_INDEX)
 
-    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
+    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, tiles.GROUP, row_layout)
     positions = seq_len - query_len + tokens
     span_starts = None
     span_ends = None
@@ -164,25 +125,27 @@ def _attend_row_tile(
         span_starts = gl.maximum(gl.load(span_ptrs), 0)
         span_ends = gl.minimum(gl.load(span_ptrs + 1), seq_len)
     slopes = None
-    if alibi_slopes_ptr is not None:
-        slopes = gl.load(alibi_slopes_ptr + heads)
+    if terms.alibi_slopes_ptr is not None:
+        slopes = gl.load(terms.alibi_slopes_ptr + heads)
 
     # Every row reads keys [full_start, full_end), so the tiles within need no mask.
-    last_token = gl.minimum((row_start + GROUP_ROWS - 1) // GROUP, query_len - 1)
-    first_token = gl.minimum(row_start // GROUP, query_len - 1)
+    last_token = gl.minimum((row_start + GROUP_ROWS - 1) // tiles.GROUP, query_len - 1)
+    first_token = gl.minimum(row_start // tiles.GROUP, query_len - 1)
     full_start = first_visible(seq_len - query_len + last_token, window_tokens, chunk_tokens)
-    full_end = end_visible(seq_len - query_len + first_token, seq_len, IS_CAUSAL)
-    first_full = gl.minimum(gl.cdiv(gl.maximum(full_start - tiles_start, 0), BLOCK_N), num_tiles)
+    full_end = end_visible(seq_len - query_len + first_token, seq_len, tiles.IS_CAUSAL)
+    first_full = gl.minimum(
+        gl.cdiv(gl.maximum(full_start - tiles_start, 0), tiles.BLOCK_N), num_tiles
+    )
     first_full = gl.maximum(first_full, 1)
-    end_full = gl.maximum(gl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
+    end_full = gl.maximum(gl.maximum(full_end - tiles_start, 0) // tiles.BLOCK_N, first_full)
 
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
-    first_stage = done % NUM_STAGES
-    mbarrier.wait(k_ready.index(first_stage), (done // NUM_STAGES) & 1)
-    if TAKES_TURNS:
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
+    first_stage = done % tiles.NUM_STAGES
+    mbarrier.wait(k_ready.index(first_stage), (done // tiles.NUM_STAGES) & 1)
+    if tiles.TAKES_TURNS:
         _await_turn(turns, done, GROUP_INDEX)
-    scores = _ask_for_scores(q, k_tiles.index(first_stage), BLOCK_N)
-    if TAKES_TURNS:
+    scores = _ask_for_scores(q, k_tiles.index(first_stage), tiles.BLOCK_N)
+    if tiles.TAKES_TURNS:
         mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(first_stage), count=1)
@@ -200,12 +163,12 @@ def _attend_row_tile(
         slopes,
         scoring,
         True,
-        IS_CAUSAL,
-        BLOCK_N,
+        tiles.IS_CAUSAL,
+        tiles.BLOCK_N,
     )
     weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-    _await_keys(k_ready, done + 1, num_tiles > 1, NUM_STAGES)
-    acc = gl.full([GROUP_ROWS, BLOCK_D], 0, gl.float32, acc_layout)
+    _await_keys(k_ready, done + 1, num_tiles > 1, tiles.NUM_STAGES)
+    acc = gl.full([GROUP_ROWS, tiles.BLOCK_D], 0, gl.float32, acc_layout)
     # One loop for all tiles: instructions that run once have to be fetched, which costs most where
     # rows read few keys.
     for tile in range(1, num_tiles):
@@ -228,15 +191,12 @@ def _attend_row_tile(
             slopes,
             scoring,
             ring,
-            IS_CAUSAL,
-            BLOCK_N,
-            NUM_STAGES,
-            TAKES_TURNS,
+            tiles,
             GROUP_INDEX,
         )
     last = done + num_tiles - 1
-    last_stage = last % NUM_STAGES
-    mbarrier.wait(v_ready.index(last_stage), (last // NUM_STAGES) & 1)
+    last_stage = last % tiles.NUM_STAGES
+    mbarrier.wait(v_ready.index(last_stage), (last // tiles.NUM_STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(last_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(last_stage), count=1)
@@ -244,9 +204,9 @@ def _attend_row_tile(
     # Read again, because the loop over keys needs all registers.
     _, kv_head, row_start, query_start, query_len, _, _, _ = said(items, place)
     row_start += GROUP_INDEX * GROUP_ROWS
-    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
-    if sinks_ptr is not None:
-        sinks = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2_E
+    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, tiles.GROUP, row_layout)
+    if terms.sinks_ptr is not None:
+        sinks = gl.load(terms.sinks_ptr + heads).to(gl.float32) * LOG2_E
         new_max = gl.maximum(row_max, sinks)
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = gl.exp2(row_max - shift)
@@ -255,24 +215,22 @@ def _attend_row_tile(
         row_max = new_max
     has_keys = row_sum > 0
     divisor = gl.where(has_keys, row_sum, 1.0)
-    if lse_ptr is not None:
+    if results.lse_ptr is not None:
         lse = gl.where(has_keys, (row_max + log2(divisor)) * LN_2, float("-inf"))
-        lse_ptrs = lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
-        gl.store(lse_ptrs, lse, mask=in_tile < query_len * GROUP)
+        lse_ptrs = results.lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
+        gl.store(lse_ptrs, lse, mask=in_tile < query_len * tiles.GROUP)
     factor = reciprocal(divisor)
-    if v_scale_ptr is not None:
-        factor *= gl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
     out = acc * gl.convert_layout(factor, acc_row_layout)[:, None]
     # Results pass through the shared memory of the queries, so that whole rows are written.
     q.store(out.to(q.dtype))
-    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
-    is_there = (in_tile < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    offsets = ((query_start + tokens).to(gl.int64) * NUM_HEADS + heads) * HEAD_DIM
+    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, tiles.GROUP, copy_row_layout)
+    is_there = (in_tile < query_len * tiles.GROUP)[:, None] & (dims < tiles.HEAD_DIM)[None, :]
+    offsets = ((query_start + tokens).to(gl.int64) * NUM_HEADS + heads) * tiles.HEAD_DIM
     out = q.load(copy_layout)
     if q_descriptor is not None:
         fence_async_shared()
     mbarrier.arrive(item_free.index(place), count=1)
-    gl.store(out_ptr + offsets[:, None] + dims[None, :], out, mask=is_there)
+    gl.store(results.out_ptr + offsets[:, None] + dims[None, :], out, mask=is_there)
     return num_tiles
 
 
@@ -305,24 +263,21 @@ def _attend_tile(
     slopes,
     scoring,
     ring,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
+    tiles: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Compute scores and weights of a tile while the previous one is multiplied with its values."""
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
     index = done + tile
-    stage = index % NUM_STAGES
-    stage_before = (index - 1) % NUM_STAGES
+    stage = index % tiles.NUM_STAGES
+    stage_before = (index - 1) % tiles.NUM_STAGES
 
-    if TAKES_TURNS:
+    if tiles.TAKES_TURNS:
         _await_turn(turns, index, GROUP_INDEX)
-    scores = _ask_for_scores(q, k_tiles.index(stage), BLOCK_N)
-    mbarrier.wait(v_ready.index(stage_before), ((index - 1) // NUM_STAGES) & 1)
+    scores = _ask_for_scores(q, k_tiles.index(stage), tiles.BLOCK_N)
+    mbarrier.wait(v_ready.index(stage_before), ((index - 1) // tiles.NUM_STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(stage_before), acc, is_async=True)
-    if TAKES_TURNS:
+    if tiles.TAKES_TURNS:
         mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(stage), count=1)
@@ -331,7 +286,7 @@ def _attend_tile(
         scores,
         row_max,
         row_sum,
-        tiles_start + tile * BLOCK_N,
+        tiles_start + tile * tiles.BLOCK_N,
         positions,
         seq_len,
         span_starts,
@@ -339,11 +294,11 @@ def _attend_tile(
         slopes,
         scoring,
         is_edge,
-        IS_CAUSAL,
-        BLOCK_N,
+        tiles.IS_CAUSAL,
+        tiles.BLOCK_N,
     )
     # The assembler moves nothing across this wait, so the softmax overlaps with the product.
-    _await_keys(k_ready, index + 1, tile + 1 < num_tiles, NUM_STAGES)
+    _await_keys(k_ready, index + 1, tile + 1 < num_tiles, tiles.NUM_STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(stage_before), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]

@@ -8,6 +8,8 @@ for each value, so that they and their products are left operands without a copy
 written in Gluon, which has no interpreter. `delta.scan` computes the same in Triton.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jenga_kernels.triton.lib.groups import with_groups
+from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.hopper.chunks import (
     CHANNELS,
     LEFT_LAYOUT,
@@ -40,6 +44,18 @@ KEYS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """Layout of numbers of key channels."""
 
 
+class ScanTiles(NamedTuple):
+    """Tiles and flags for which `delta_scan_hopper_kernel` is compiled."""
+
+    HEADS_PER_GROUP: int
+    HEAD_V_DIM: int
+    IS_PER_CHANNEL: bool
+    BLOCK_K: int
+    NUM_STAGES: int
+    IS_OVERLAPPED: bool
+
+
+@with_groups(requests=Requests, checkpoints=Checkpoints, tiles=ScanTiles)
 @gluon.jit(do_not_specialize=["num_tokens_of_all", "num_chunks"])
 def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
@@ -55,12 +71,8 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     since_start_ptr,  # f32[num_v_heads, num_tokens], or None if queries and keys include it
     until_end_ptr,  # f32[num_v_heads, num_tokens] or None
     decays_ptr,  # f32[num_v_heads, num_chunks] or f32[num_v_heads, num_chunks, BLOCK_K]
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests]
-    checkpoint_starts_ptr,  # i32[num_requests + 1] or None
-    checkpoint_after_ptr,  # i32[num_checkpoints] or None
-    checkpoint_slots_ptr,  # i32[num_checkpoints] or None
+    requests,
+    checkpoints,
     # Sizes
     num_tokens_of_all,
     num_chunks,
@@ -73,31 +85,27 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     stride_initial: gl.int64,
     stride_slots: gl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: gl.constexpr,
-    HEAD_V_DIM: gl.constexpr,
-    IS_PER_CHANNEL: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    IS_OVERLAPPED: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Scan request r in CHANNELS values of one head, chunk by chunk, in program (b, r)."""
-    BLOCKS: gl.constexpr = HEAD_V_DIM // CHANNELS
+    NUM_STAGES: gl.constexpr = tiles.NUM_STAGES
+    BLOCKS: gl.constexpr = tiles.HEAD_V_DIM // CHANNELS
     dtype: gl.constexpr = v_descriptor.dtype
     head = (gl.program_id(0) // BLOCKS).to(gl.int64)
     first_dim = (gl.program_id(0) % BLOCKS) * CHANNELS
     request = gl.program_id(1)
-    query_start = gl.load(query_starts_ptr + request)
-    num_tokens = gl.load(query_starts_ptr + request + 1) - query_start
-    state_slot = gl.load(state_slots_ptr + request * stride_slots)
-    initial_slot = gl.load(initial_slots_ptr + request * stride_initial)
+    query_start = gl.load(requests.query_starts_ptr + request)
+    num_tokens = gl.load(requests.query_starts_ptr + request + 1) - query_start
+    state_slot = gl.load(requests.state_slots_ptr + request * stride_slots)
+    initial_slot = gl.load(requests.initial_slots_ptr + request * stride_initial)
     out_ptr += query_start * stride_out_token + head * stride_out_head + first_dim
     if state_slot <= 0:
-        await_kernel_before(IS_OVERLAPPED)
+        await_kernel_before(tiles.IS_OVERLAPPED)
         store_zeros(out_ptr, 0, num_tokens, stride_out_token)
         return
 
     in_head = head * num_tokens_of_all + query_start
-    group = head if IS_PER_CHANNEL else head // HEADS_PER_GROUP
+    group = head if tiles.IS_PER_CHANNEL else head // tiles.HEADS_PER_GROUP
     place = (query_start, head.to(gl.int32), group.to(gl.int32), first_dim)
     inputs = (
         v_descriptor,
@@ -108,50 +116,62 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         solution_descriptor,
     )
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, CHANNELS], TILE_LAYOUT)
-    q_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, BLOCK_K], TILE_LAYOUT)
-    k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, BLOCK_K], TILE_LAYOUT)
+    q_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, tiles.BLOCK_K], TILE_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, tiles.BLOCK_K], TILE_LAYOUT)
     kept_k_tiles = k_tiles
-    if IS_PER_CHANNEL:
-        kept_k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, BLOCK_K], TILE_LAYOUT)
+    if tiles.IS_PER_CHANNEL:
+        kept_k_tiles = gl.allocate_shared_memory(
+            dtype, [NUM_STAGES, TOKENS, tiles.BLOCK_K], TILE_LAYOUT
+        )
     scores_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, TOKENS], TILE_LAYOUT)
     solution_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, TOKENS], TILE_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    tiles = (v_tiles, q_tiles, k_tiles, kept_k_tiles, scores_tiles, solution_tiles, ready)
+    ring = (v_tiles, q_tiles, k_tiles, kept_k_tiles, scores_tiles, solution_tiles, ready)
     shared_since = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
     shared_until = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
-    shared_decay = gl.allocate_shared_memory(gl.float32, [BLOCK_K], NUMBERS_LAYOUT)
+    shared_decay = gl.allocate_shared_memory(gl.float32, [tiles.BLOCK_K], NUMBERS_LAYOUT)
     weights = (since_start_ptr, until_end_ptr, decays_ptr)
-    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_K, 16])
     columns: gl.constexpr = gl.SliceLayout(0, SQUARE_LAYOUT)
 
-    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
-    stop = stretch_stop(stretch, last_stretch, checkpoint_after_ptr, num_tokens)
+    stretch, last_stretch = checkpoint_range(checkpoints.checkpoint_starts_ptr, request)
+    stop = stretch_stop(stretch, last_stretch, checkpoints.checkpoint_after_ptr, num_tokens)
     states_ptr += head * stride_states_head + first_dim * stride_states_dim
     initial_ptr = states_ptr + initial_slot.to(gl.int64) * stride_states_slot
-    h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, BLOCK_K, 1)[0]
+    h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, tiles.BLOCK_K, 1)[0]
     # Chunks are numbered as in `find_chunk`.
     chunk = query_start // TOKENS + request + stretch
-    await_kernel_before(IS_OVERLAPPED)
-    stretches = (last_stretch, checkpoint_after_ptr, num_tokens)
+    await_kernel_before(tiles.IS_OVERLAPPED)
+    stretches = (last_stretch, checkpoints.checkpoint_after_ptr, num_tokens)
     asked = (0, stop, stretch)
     for i in gl.static_range(NUM_STAGES - 1):
-        asked = _ask(inputs, place, tiles, i, asked, stretches, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES)
+        asked = _ask(
+            inputs,
+            place,
+            ring,
+            i,
+            asked,
+            stretches,
+            tiles.IS_PER_CHANNEL,
+            tiles.BLOCK_K,
+            NUM_STAGES,
+        )
     since, until, decay = _load_weights(
-        weights, in_head, 0, stop, head * num_chunks + chunk, IS_PER_CHANNEL, BLOCK_K
+        weights, in_head, 0, stop, head * num_chunks + chunk, tiles.IS_PER_CHANNEL, tiles.BLOCK_K
     )
     turn = 0
     start = 0
     for s in range(stretch, last_stretch + 1):
         slot = state_slot
-        if checkpoint_after_ptr is not None and s < last_stretch:
-            slot = gl.load(checkpoint_slots_ptr + s)
-        stop_after = stretch_stop(s + 1, last_stretch, checkpoint_after_ptr, num_tokens)
+        if checkpoints.checkpoint_after_ptr is not None and s < last_stretch:
+            slot = gl.load(checkpoints.checkpoint_slots_ptr + s)
+        stop_after = stretch_stop(s + 1, last_stretch, checkpoints.checkpoint_after_ptr, num_tokens)
         for first in range(start, stop, TOKENS):
             stage = turn % NUM_STAGES
-            if IS_PER_CHANNEL:
+            if tiles.IS_PER_CHANNEL:
                 shared_decay.store(decay)
             else:
                 shared_since.store(since)
@@ -163,7 +183,15 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             chunk = gl.where(is_last, after_stretch, chunk + 1)
             free = (turn + NUM_STAGES - 1) % NUM_STAGES
             asked = _ask(
-                inputs, place, tiles, free, asked, stretches, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES
+                inputs,
+                place,
+                ring,
+                free,
+                asked,
+                stretches,
+                tiles.IS_PER_CHANNEL,
+                tiles.BLOCK_K,
+                NUM_STAGES,
             )
             next_since, next_until, next_decay = _load_weights(
                 weights,
@@ -171,16 +199,16 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 next_first,
                 next_stop,
                 head * num_chunks + chunk,
-                IS_PER_CHANNEL,
-                BLOCK_K,
+                tiles.IS_PER_CHANNEL,
+                tiles.BLOCK_K,
             )
             mbarrier.wait(ready.index(stage), (turn // NUM_STAGES) & 1)
             if stop - first < TOKENS:
                 zero_rows(v_tiles, stage, stop - first, CHANNELS, 1, NUM_STAGES)
-                zero_rows(k_tiles, stage, stop - first, BLOCK_K, 1, NUM_STAGES)
+                zero_rows(k_tiles, stage, stop - first, tiles.BLOCK_K, 1, NUM_STAGES)
                 zero_rows(solution_tiles, stage, stop - first, TOKENS, 1, NUM_STAGES)
-                if IS_PER_CHANNEL:
-                    zero_rows(kept_k_tiles, stage, stop - first, BLOCK_K, 1, NUM_STAGES)
+                if tiles.IS_PER_CHANNEL:
+                    zero_rows(kept_k_tiles, stage, stop - first, tiles.BLOCK_K, 1, NUM_STAGES)
                 fence_async_shared()
 
             # Values replace those that the state before the chunk holds under the keys. The
@@ -195,24 +223,24 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             v = v_tiles.index(stage).permute((1, 0)).load(LEFT_LAYOUT)
             v = gl.convert_layout(v, SQUARE_LAYOUT).to(gl.float32)
             held = warpgroup_mma_wait(1, deps=[held])
-            if not IS_PER_CHANNEL:
+            if not tiles.IS_PER_CHANNEL:
                 held *= shared_since.load(columns)[None, :]
             missing = gl.convert_layout((v - held).to(dtype), LEFT_LAYOUT)
             solution = solution_tiles.index(stage).permute((1, 0))
             changes = warpgroup_mma(missing, solution, zeros, use_acc=False, is_async=True)
-            if IS_PER_CHANNEL:
+            if tiles.IS_PER_CHANNEL:
                 h *= shared_decay.load(gl.SliceLayout(0, state_layout))[None, :]
             else:
                 h *= decay
             y = warpgroup_mma_wait(1, deps=[y])
-            if not IS_PER_CHANNEL:
+            if not tiles.IS_PER_CHANNEL:
                 y *= shared_since.load(columns)[None, :]
             changes = warpgroup_mma_wait(0, deps=[changes])
             added = gl.convert_layout(changes.to(dtype), LEFT_LAYOUT)
             scores = scores_tiles.index(stage).permute((1, 0))
             y = warpgroup_mma(added, scores, y, is_async=True)
             kept = added
-            if not IS_PER_CHANNEL:
+            if not tiles.IS_PER_CHANNEL:
                 kept = (changes * shared_until.load(columns)[None, :]).to(dtype)
                 kept = gl.convert_layout(kept, LEFT_LAYOUT)
             h = warpgroup_mma(kept, kept_k_tiles.index(stage), h, is_async=True)
@@ -228,14 +256,14 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         start = stop
         stop = stop_after
         last_ptr = states_ptr + slot.to(gl.int64) * stride_states_slot
-        store_state(last_ptr, (h,), slot > 0, stride_states_dim, BLOCK_K, 1)
+        store_state(last_ptr, (h,), slot > 0, stride_states_dim, tiles.BLOCK_K, 1)
 
 
 @gluon.jit
 def _ask(
     inputs,
     place,
-    tiles,
+    ring,
     stage,
     asked,
     stretches,
@@ -253,7 +281,7 @@ def _ask(
     first, stop, stretch = asked
     last_stretch, checkpoint_after_ptr, num_tokens = stretches
     if first < num_tokens:
-        _load_chunk(inputs, place, tiles, stage, first, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES)
+        _load_chunk(inputs, place, ring, stage, first, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES)
     is_last = first + TOKENS >= stop
     first = gl.where(is_last, stop, first + TOKENS)
     if checkpoint_after_ptr is not None:
@@ -266,7 +294,7 @@ def _ask(
 def _load_chunk(
     inputs,
     place,
-    tiles,
+    ring,
     stage,
     first,
     IS_PER_CHANNEL: gl.constexpr,
@@ -275,7 +303,7 @@ def _load_chunk(
 ):
     """Start the loads of everything that belongs to tokens [first, first + TOKENS)."""
     v_descriptor, q_descriptor, k_descriptor, kept_k_descriptor, scores, solution = inputs
-    v_tiles, q_tiles, k_tiles, kept_k_tiles, scores_tiles, solution_tiles, ready = tiles
+    v_tiles, q_tiles, k_tiles, kept_k_tiles, scores_tiles, solution_tiles, ready = ring
     query_start, head, group, first_dim = place
     barrier = ready.index(stage)
     token = query_start + first

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jenga_kernels.triton.attention.hopper.load import (
     BOX_DIM,
     HAS_REINTERPRET,
-    convert_rows,
+    TILE_LAYOUT,
     copy_box,
     zero_rows,
 )
@@ -25,6 +25,12 @@ from jenga_kernels.triton.attention.plan import MAX_SPLITS as _MAX_SPLITS
 from jenga_kernels.triton.attention.plan import MIN_SPLIT_TILES as _MIN_SPLIT_TILES
 from jenga_kernels.triton.latent.tiles import SPECIALIZED_KEYS
 from jenga_kernels.triton.lib.tiles import WARPGROUP_ROWS
+
+STORED_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+"""Layout of loaded float8 elements: BOX_DIM elements of each row, then the next BOX_DIM."""
+
+CONVERTED_AT_ONCE = gl.constexpr(8192)
+"""Elements converted at once, 64 for each thread of four warps. More take too many registers."""
 
 ROWS = gl.constexpr(WARPGROUP_ROWS)
 """Rows of a program: query tokens of a request, each with all its heads."""
@@ -472,8 +478,45 @@ def _convert_part(
     end_live = seq_len - (step * 2 + tile) * KEYS
     mbarrier.wait(landed.index(place), phase)
     if which == ROTARY_PART:
-        convert_rows(rotary, tile, 0, end_live, stored, KEYS, BOX_DIM)
+        _convert_rows(rotary, tile, 0, end_live, stored, KEYS, BOX_DIM)
     else:
-        convert_rows(latents, tile * 2 + which, 0, end_live, stored, KEYS, HALF_DIM)
+        _convert_rows(latents, tile * 2 + which, 0, end_live, stored, KEYS, HALF_DIM)
     fence_async_shared()
     mbarrier.arrive(ready.index(place), count=1)
+
+
+@gluon.jit
+def _convert_rows(
+    tiles,
+    stage,
+    first_live,
+    end_live,
+    stored: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Convert elements in the upper half of a place, block by block, with four warps.
+
+    Rows before first_live and from end_live on are zeroed. Blocks are stored in an order that
+    overwrites no elements that have not been read.
+    """
+    WIDTH: gl.constexpr = min(BLOCK_D, CONVERTED_AT_ONCE // BLOCK_N)
+    BLOCKS: gl.constexpr = BLOCK_D // WIDTH
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    landed_shape: gl.constexpr = [tiles.shape[0] * 2 * BLOCKS, BLOCK_N, WIDTH]
+    shape: gl.constexpr = [tiles.shape[0] * BLOCKS, BLOCK_N, WIDTH]
+    if HAS_REINTERPRET:
+        in_pages = tiles.reinterpret(stored, landed_shape, STORED_LAYOUT)
+        blocks = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    else:
+        in_pages = tiles._reinterpret(stored, landed_shape, STORED_LAYOUT)
+        blocks = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    for block in gl.static_range(BLOCKS):
+        values = in_pages.index((stage * 2 + 1) * BLOCKS + block).load(layout)
+        # Float32 comes between, because two at once are converted from it to the result's type.
+        values = values.to(gl.float32).to(tiles.dtype)
+        if (first_live > 0) | (end_live < BLOCK_N):
+            is_live = (rows >= first_live) & (rows < end_live)
+            values = gl.where(is_live[:, None], values, 0.0).to(tiles.dtype)
+        blocks.index(stage * BLOCKS + block).store(values)

@@ -8,6 +8,8 @@ in registers, transposed so that it is the left operand of both without a copy. 
 written in Gluon, which has no interpreter. `mamba.scan_heads` computes the same in Triton.
 """
 
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jenga_kernels.triton.attention.hopper.load import copy_box
+from jenga_kernels.triton.lib.groups import with_groups
+from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.hopper.chunks import (
     CHANNELS,
     LEFT_LAYOUT,
@@ -53,6 +57,20 @@ STEP_BYTES = gl.constexpr(16)
 """Bytes of a token's step sizes in one load, those of some heads: the least that TMA loads."""
 
 
+class AheadTiles(NamedTuple):
+    """Tiles and flags for which `state_scan_hopper_kernel` is compiled."""
+
+    HEADS_PER_GROUP: int
+    HEAD_DIM: int
+    IS_SOFTPLUS: bool
+    HAS_LIMITS: bool
+    BLOCK_N: int
+    PARTS: int
+    BLOCK_R: int | None
+    IS_OVERLAPPED: bool
+
+
+@with_groups(requests=Requests, checkpoints=Checkpoints, tiles=AheadTiles)
 @gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
 def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
@@ -68,12 +86,8 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     C_descriptor,  # [num_tokens, num_groups, d_state]
     D_ptr,  # [num_heads, head_dim] or None
     dt_bias_ptr,  # [num_heads] or None
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests]
-    checkpoint_starts_ptr,  # i32[num_requests + 1] or None
-    checkpoint_after_ptr,  # i32[num_checkpoints] or None
-    checkpoint_slots_ptr,  # i32[num_checkpoints] or None
+    requests,
+    checkpoints,
     # Scalars
     dt_min,
     dt_max,
@@ -95,20 +109,14 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     stride_initial: gl.int64,
     stride_slots: gl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    IS_SOFTPLUS: gl.constexpr,
-    HAS_LIMITS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    IS_OVERLAPPED: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Scan request r in CHANNELS channels of one head, chunk by chunk, in program (b, r).
 
     If requests are cut, it is segment r instead, and `segment_states_ptr` has its initial state.
     """
-    BLOCKS: gl.constexpr = HEAD_DIM // CHANNELS
+    PARTS: gl.constexpr = tiles.PARTS
+    BLOCKS: gl.constexpr = tiles.HEAD_DIM // CHANNELS
     dtype: gl.constexpr = x_descriptor.dtype
     head = (gl.program_id(0) // BLOCKS).to(gl.int64)
     first_dim = (gl.program_id(0) % BLOCKS) * CHANNELS
@@ -116,27 +124,32 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     request = segment
     if segment_states_ptr is not None:
         request, number, of_request = segment_at(
-            segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R
+            segment, requests.query_starts_ptr, num_requests, segment_tokens, tiles.BLOCK_R
         )
         if of_request == 0:
-            await_kernel_before(IS_OVERLAPPED)
+            await_kernel_before(tiles.IS_OVERLAPPED)
             return
-    query_start = gl.load(query_starts_ptr + request)
-    num_tokens = gl.load(query_starts_ptr + request + 1) - query_start
+    query_start = gl.load(requests.query_starts_ptr + request)
+    num_tokens = gl.load(requests.query_starts_ptr + request + 1) - query_start
     start = 0
     if segment_states_ptr is not None:
         start, num_tokens = segment_range(number, of_request, num_tokens)
-    state_slot = gl.load(state_slots_ptr + request * stride_slots)
+    state_slot = gl.load(requests.state_slots_ptr + request * stride_slots)
     out_ptr += query_start * stride_out_token + head * stride_out_head + first_dim
     if state_slot <= 0:
-        await_kernel_before(IS_OVERLAPPED)
+        await_kernel_before(tiles.IS_OVERLAPPED)
         store_zeros(out_ptr, start, num_tokens, stride_out_token)
         return
 
     dt_ptr += query_start * stride_dt_token + head * stride_dt_head
     states_ptr += head * stride_states_head + first_dim * stride_states_dim
     inputs = (x_descriptor, B_descriptor, C_descriptor, dt_descriptor)
-    place = (query_start, head.to(gl.int32), first_dim, (head // HEADS_PER_GROUP).to(gl.int32))
+    place = (
+        query_start,
+        head.to(gl.int32),
+        first_dim,
+        (head // tiles.HEADS_PER_GROUP).to(gl.int32),
+    )
     rate = gl.load(A_ptr + head) * LOG2_E
     dt_bias = 0.0
     if dt_bias_ptr is not None:
@@ -148,8 +161,8 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         D = gl.load(D_ptr + dims * stride_D_dim).to(gl.float32)[:, None]
 
     x_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, CHANNELS], TILE_LAYOUT)
-    B_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, TOKENS, BLOCK_N], TILE_LAYOUT)
-    C_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, TOKENS, BLOCK_N], TILE_LAYOUT)
+    B_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, TOKENS, tiles.BLOCK_N], TILE_LAYOUT)
+    C_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, TOKENS, tiles.BLOCK_N], TILE_LAYOUT)
     dt_tiles = x_tiles
     if dt_descriptor is not None:
         dt_shape: gl.constexpr = [2, TOKENS, dt_descriptor.block_shape[1]]
@@ -158,20 +171,22 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    tiles = (x_tiles, B_tiles, C_tiles, dt_tiles, ready)
+    ring = (x_tiles, B_tiles, C_tiles, dt_tiles, ready)
     mixing = gl.allocate_shared_memory(dtype, [TOKENS, TOKENS], TILE_LAYOUT)
     results = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [TOKENS, CHANNELS], TILE_LAYOUT)
     shared_logs = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
     shared_ahead = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
 
-    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
-    if segment_states_ptr is not None and checkpoint_after_ptr is not None:
+    stretch, last_stretch = checkpoint_range(checkpoints.checkpoint_starts_ptr, request)
+    if segment_states_ptr is not None and checkpoints.checkpoint_after_ptr is not None:
         end = last_stretch
-        stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, start)
-        last_stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, num_tokens)
-    stop = stretch_stop(stretch, last_stretch, checkpoint_after_ptr, num_tokens)
+        stretch = checkpoints_through(checkpoints.checkpoint_after_ptr, stretch, end, start)
+        last_stretch = checkpoints_through(
+            checkpoints.checkpoint_after_ptr, stretch, end, num_tokens
+        )
+    stop = stretch_stop(stretch, last_stretch, checkpoints.checkpoint_after_ptr, num_tokens)
     if num_tokens > start:
-        _load_chunk(inputs, place, tiles, 0, start, BLOCK_N, PARTS)
+        _load_chunk(inputs, place, ring, 0, start, tiles.BLOCK_N, PARTS)
     if dt_descriptor is None:
         steps = load_steps(dt_ptr, stride_dt_token, start, num_tokens)
         # The assembler starts work that depends on a load as soon as it has arrived. So step sizes
@@ -181,25 +196,27 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     else:
         mbarrier.wait(ready.index(0), 0, pred=num_tokens > start)
         steps = _steps_of(dt_tiles, 0, head)
-    logs, ahead, last_log = decays(steps, start, stop, step_size, rate, IS_SOFTPLUS, HAS_LIMITS)
+    logs, ahead, last_log = decays(
+        steps, start, stop, step_size, rate, tiles.IS_SOFTPLUS, tiles.HAS_LIMITS
+    )
     if segment_states_ptr is None:
-        initial_slot = gl.load(initial_slots_ptr + request * stride_initial)
+        initial_slot = gl.load(requests.initial_slots_ptr + request * stride_initial)
         initial_ptr = states_ptr + initial_slot.to(gl.int64) * stride_states_slot
-        h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, BLOCK_N, PARTS)
+        h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, tiles.BLOCK_N, PARTS)
     else:
         if number + 1 < of_request:
             state_slot = 0  # its final state is the next segment's initial one
-        D_STATE: gl.constexpr = PARTS * BLOCK_N
+        D_STATE: gl.constexpr = PARTS * tiles.BLOCK_N
         initial_ptr = segment_states_ptr + segment.to(gl.int64) * stride_segment_states
-        initial_ptr += (head * HEAD_DIM + first_dim) * D_STATE
-        await_kernel_before(IS_OVERLAPPED)
-        h = load_state(initial_ptr, True, D_STATE, BLOCK_N, PARTS)
+        initial_ptr += (head * tiles.HEAD_DIM + first_dim) * D_STATE
+        await_kernel_before(tiles.IS_OVERLAPPED)
+        h = load_state(initial_ptr, True, D_STATE, tiles.BLOCK_N, PARTS)
     chunk = 0
     for s in range(stretch, last_stretch + 1):
         slot = state_slot
-        if checkpoint_after_ptr is not None and s < last_stretch:
-            slot = gl.load(checkpoint_slots_ptr + s)
-        stop_after = stretch_stop(s + 1, last_stretch, checkpoint_after_ptr, num_tokens)
+        if checkpoints.checkpoint_after_ptr is not None and s < last_stretch:
+            slot = gl.load(checkpoints.checkpoint_slots_ptr + s)
+        stop_after = stretch_stop(s + 1, last_stretch, checkpoints.checkpoint_after_ptr, num_tokens)
         for first in range(start, stop, TOKENS):
             stage = chunk % 2
             shared_logs.store(logs)
@@ -208,14 +225,14 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             next_first = gl.where(is_last, stop, first + TOKENS)
             next_stop = gl.where(is_last, stop_after, stop)
             if next_first < num_tokens:
-                _load_chunk(inputs, place, tiles, 1 - stage, next_first, BLOCK_N, PARTS)
+                _load_chunk(inputs, place, ring, 1 - stage, next_first, tiles.BLOCK_N, PARTS)
             if dt_descriptor is None:
                 mbarrier.wait(ready.index(stage), (chunk // 2) & 1)
                 first_after = gl.minimum(next_first + TOKENS, next_stop)
                 steps_after = load_steps(dt_ptr, stride_dt_token, first_after, num_tokens)
             if stop - first < TOKENS:
                 zero_rows(x_tiles, stage, stop - first, CHANNELS, 1)
-                zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS)
+                zero_rows(B_tiles, stage, stop - first, tiles.BLOCK_N, PARTS)
                 fence_async_shared()
 
             # Scores between the chunk's tokens, with a row for each token that adds to others.
@@ -253,7 +270,13 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 mbarrier.wait(ready.index(1 - stage), ((chunk + 1) // 2) & 1, pred=has_next)
                 next_steps = _steps_of(dt_tiles, 1 - stage, head)
             logs, ahead, last_log = decays(
-                next_steps, next_first, next_stop, step_size, rate, IS_SOFTPLUS, HAS_LIMITS
+                next_steps,
+                next_first,
+                next_stop,
+                step_size,
+                rate,
+                tiles.IS_SOFTPLUS,
+                tiles.HAS_LIMITS,
             )
             if dt_descriptor is None:
                 next_steps = steps_after
@@ -269,15 +292,15 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         start = stop
         stop = stop_after
         last_ptr = states_ptr + slot.to(gl.int64) * stride_states_slot
-        store_state(last_ptr, h, slot > 0, stride_states_dim, BLOCK_N, PARTS)
+        store_state(last_ptr, h, slot > 0, stride_states_dim, tiles.BLOCK_N, PARTS)
 
 
 @gluon.jit
-def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
+def _load_chunk(inputs, place, ring, stage, first, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
     """Start loads of x, B and C of tokens [first, first + TOKENS)."""
     x_descriptor, B_descriptor, C_descriptor, dt_descriptor = inputs
     query_start, head, first_dim, group = place
-    x_tiles, B_tiles, C_tiles, dt_tiles, ready = tiles
+    x_tiles, B_tiles, C_tiles, dt_tiles, ready = ring
     barrier = ready.index(stage)
     token = query_start + first
     DT_BYTES: gl.constexpr = 0 if dt_descriptor is None else TOKENS * STEP_BYTES

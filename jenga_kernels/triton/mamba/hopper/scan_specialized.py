@@ -9,6 +9,8 @@ both. A program has all registers of a multiprocessor. The kernel is written in 
 interpreter. It computes what `hopper.scan` and `mamba.scan_heads` do.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jenga_kernels.triton.lib.groups import with_groups
+from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.hopper.chunks import (
     CHANNELS,
     LEFT_LAYOUT,
@@ -53,6 +57,21 @@ ONE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """Layout of a single number."""
 
 
+class SpecializedTiles(NamedTuple):
+    """Tiles and flags for which `state_scan_specialized_kernel` is compiled."""
+
+    HEADS_PER_GROUP: int
+    HEAD_DIM: int
+    IS_SOFTPLUS: bool
+    HAS_LIMITS: bool
+    BLOCK_N: int
+    PARTS: int
+    STAGES: int
+    BLOCK_R: int | None
+    IS_OVERLAPPED: bool
+
+
+@with_groups(requests=Requests, checkpoints=Checkpoints, tiles=SpecializedTiles)
 @gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
 def state_scan_specialized_kernel(
     # Outputs
@@ -67,12 +86,8 @@ def state_scan_specialized_kernel(
     C_descriptor,  # [num_tokens, num_groups, d_state]
     D_ptr,  # [num_heads, head_dim] or None
     dt_bias_ptr,  # [num_heads] or None
-    query_starts_ptr,  # i32[num_requests + 1]
-    initial_slots_ptr,  # i32[num_requests]
-    state_slots_ptr,  # i32[num_requests]
-    checkpoint_starts_ptr,  # i32[num_requests + 1] or None
-    checkpoint_after_ptr,  # i32[num_checkpoints] or None
-    checkpoint_slots_ptr,  # i32[num_checkpoints] or None
+    requests,
+    checkpoints,
     # Scalars
     dt_min,
     dt_max,
@@ -94,21 +109,15 @@ def state_scan_specialized_kernel(
     stride_initial: gl.int64,
     stride_slots: gl.int64,
     # Tiles and flags
-    HEADS_PER_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    IS_SOFTPLUS: gl.constexpr,
-    HAS_LIMITS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    IS_OVERLAPPED: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Scan request r in CHANNELS channels of one head, chunk by chunk, in program (b, r).
 
     If requests are cut, it is segment r instead, and `segment_states_ptr` has its initial state.
     """
-    BLOCKS: gl.constexpr = HEAD_DIM // CHANNELS
+    PARTS: gl.constexpr = tiles.PARTS
+    STAGES: gl.constexpr = tiles.STAGES
+    BLOCKS: gl.constexpr = tiles.HEAD_DIM // CHANNELS
     dtype: gl.constexpr = x_descriptor.dtype
     head = (gl.program_id(0) // BLOCKS).to(gl.int64)
     first_dim = (gl.program_id(0) % BLOCKS) * CHANNELS
@@ -116,20 +125,20 @@ def state_scan_specialized_kernel(
     request = segment
     if segment_states_ptr is not None:
         request, number, of_request = segment_at(
-            segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R
+            segment, requests.query_starts_ptr, num_requests, segment_tokens, tiles.BLOCK_R
         )
         if of_request == 0:
-            await_kernel_before(IS_OVERLAPPED)
+            await_kernel_before(tiles.IS_OVERLAPPED)
             return
-    query_start = gl.load(query_starts_ptr + request)
-    stop_after_all = gl.load(query_starts_ptr + request + 1) - query_start
+    query_start = gl.load(requests.query_starts_ptr + request)
+    stop_after_all = gl.load(requests.query_starts_ptr + request + 1) - query_start
     start = 0
     if segment_states_ptr is not None:
         start, stop_after_all = segment_range(number, of_request, stop_after_all)
-    state_slot = gl.load(state_slots_ptr + request * stride_slots)
+    state_slot = gl.load(requests.state_slots_ptr + request * stride_slots)
     out_ptr += query_start * stride_out_token + head * stride_out_head + first_dim
     if state_slot <= 0:
-        await_kernel_before(IS_OVERLAPPED)
+        await_kernel_before(tiles.IS_OVERLAPPED)
         store_zeros(out_ptr, start, stop_after_all, stride_out_token)
         return
 
@@ -141,28 +150,30 @@ def state_scan_specialized_kernel(
         dt_bias = gl.load(dt_bias_ptr + head * stride_dt_bias_head).to(gl.float32)
     if D_ptr is not None:
         D_ptr += head * stride_D_head + first_dim * stride_D_dim
-    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
-    if segment_states_ptr is not None and checkpoint_after_ptr is not None:
+    stretch, last_stretch = checkpoint_range(checkpoints.checkpoint_starts_ptr, request)
+    if segment_states_ptr is not None and checkpoints.checkpoint_after_ptr is not None:
         end = last_stretch
-        stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, start)
-        last_stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, stop_after_all)
+        stretch = checkpoints_through(checkpoints.checkpoint_after_ptr, stretch, end, start)
+        last_stretch = checkpoints_through(
+            checkpoints.checkpoint_after_ptr, stretch, end, stop_after_all
+        )
     if segment_states_ptr is None:
-        initial_slot = gl.load(initial_slots_ptr + request * stride_initial)
+        initial_slot = gl.load(requests.initial_slots_ptr + request * stride_initial)
         initial_ptr = states_ptr + initial_slot.to(gl.int64) * stride_states_slot
         is_begun = initial_slot > 0
         stride_initial_dim = stride_states_dim
     else:
         if number + 1 < of_request:
             state_slot = 0  # its final state is the next segment's initial one
-        D_STATE: gl.constexpr = PARTS * BLOCK_N
+        D_STATE: gl.constexpr = PARTS * tiles.BLOCK_N
         initial_ptr = segment_states_ptr + segment.to(gl.int64) * stride_segment_states
-        initial_ptr += (head * HEAD_DIM + first_dim) * D_STATE
+        initial_ptr += (head * tiles.HEAD_DIM + first_dim) * D_STATE
         is_begun = segment >= 0
         stride_initial_dim = gl.to_tensor(D_STATE).to(gl.int64)
 
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, CHANNELS], TILE_LAYOUT)
-    B_tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TOKENS, BLOCK_N], TILE_LAYOUT)
-    C_tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TOKENS, BLOCK_N], TILE_LAYOUT)
+    B_tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TOKENS, tiles.BLOCK_N], TILE_LAYOUT)
+    C_tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TOKENS, tiles.BLOCK_N], TILE_LAYOUT)
     mixing = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, TOKENS], TILE_LAYOUT)
     results = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [TOKENS, CHANNELS], TILE_LAYOUT)
     since = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], NUMBERS_LAYOUT)
@@ -177,10 +188,15 @@ def state_scan_specialized_kernel(
         mbarrier.init(mixed.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     fence_async_shared()
-    tiles = (x_tiles, B_tiles, C_tiles, mixing, since, shares)
+    ring = (x_tiles, B_tiles, C_tiles, mixing, since, shares)
     barriers = (ready, mixed, free)
     tokens = (start, stop_after_all, stretch, last_stretch)
-    place = (query_start, head.to(gl.int32), first_dim, (head // HEADS_PER_GROUP).to(gl.int32))
+    place = (
+        query_start,
+        head.to(gl.int32),
+        first_dim,
+        (head // tiles.HEADS_PER_GROUP).to(gl.int32),
+    )
     gl.warp_specialize(
         [
             (
@@ -189,21 +205,18 @@ def state_scan_specialized_kernel(
                     out_ptr,
                     states_ptr,
                     D_ptr,
-                    checkpoint_after_ptr,
-                    checkpoint_slots_ptr,
+                    checkpoints.checkpoint_after_ptr,
+                    checkpoints.checkpoint_slots_ptr,
                     (initial_ptr, is_begun, stride_initial_dim, state_slot),
                     tokens,
                     stride_out_token,
                     stride_states_slot,
                     stride_states_dim,
                     stride_D_dim,
-                    tiles,
+                    ring,
                     results,
                     barriers,
-                    BLOCK_N,
-                    PARTS,
-                    STAGES,
-                    IS_OVERLAPPED,
+                    tiles,
                 ),
             ),
             (
@@ -213,19 +226,15 @@ def state_scan_specialized_kernel(
                     B_descriptor,
                     C_descriptor,
                     dt_ptr,
-                    checkpoint_after_ptr,
+                    checkpoints.checkpoint_after_ptr,
                     place,
                     (rate, dt_bias, dt_min, dt_max),
                     tokens,
                     stride_dt_token,
-                    tiles,
+                    ring,
                     (shared_logs, shared_ahead),
                     barriers,
-                    IS_SOFTPLUS,
-                    HAS_LIMITS,
-                    BLOCK_N,
-                    PARTS,
-                    STAGES,
+                    tiles,
                 ),
             ),
         ],
@@ -247,16 +256,15 @@ def _carry_state(
     stride_states_slot,
     stride_states_dim,
     stride_D_dim,
-    tiles,
+    ring,
     results,
     barriers,
-    BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    IS_OVERLAPPED: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Carry the state from chunk to chunk, and compute outputs."""
-    x_tiles, B_tiles, C_tiles, mixing, since, shares = tiles
+    PARTS: gl.constexpr = tiles.PARTS
+    STAGES: gl.constexpr = tiles.STAGES
+    x_tiles, B_tiles, C_tiles, mixing, since, shares = ring
     ready, mixed, free = barriers
     initial_ptr, is_begun, stride_initial_dim, state_slot = ends
     start, stop_after_all, stretch, last_stretch = tokens
@@ -264,8 +272,8 @@ def _carry_state(
     if D_ptr is not None:
         dims = gl.arange(0, CHANNELS, gl.SliceLayout(1, SQUARE_LAYOUT))
         D = gl.load(D_ptr + dims * stride_D_dim).to(gl.float32)[:, None]
-    await_kernel_before(IS_OVERLAPPED)
-    h = load_state(initial_ptr, is_begun, stride_initial_dim, BLOCK_N, PARTS)
+    await_kernel_before(tiles.IS_OVERLAPPED)
+    h = load_state(initial_ptr, is_begun, stride_initial_dim, tiles.BLOCK_N, PARTS)
     chunk = 0
     for s in range(stretch, last_stretch + 1):
         slot = state_slot
@@ -308,7 +316,7 @@ def _carry_state(
             chunk += 1
         start = stop
         last_ptr = states_ptr + slot.to(gl.int64) * stride_states_slot
-        store_state(last_ptr, h, slot > 0, stride_states_dim, BLOCK_N, PARTS)
+        store_state(last_ptr, h, slot > 0, stride_states_dim, tiles.BLOCK_N, PARTS)
 
 
 @gluon.jit
@@ -322,17 +330,15 @@ def _mix_tokens(
     step_size,
     tokens,
     stride_dt_token,
-    tiles,
+    ring,
     numbers,
     barriers,
-    IS_SOFTPLUS: gl.constexpr,
-    HAS_LIMITS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
+    tiles: gl.constexpr,
 ):
     """Compute the weights between a chunk's tokens, chunk by chunk, and start later loads."""
-    x_tiles, B_tiles, C_tiles, mixing, since, shares = tiles
+    PARTS: gl.constexpr = tiles.PARTS
+    STAGES: gl.constexpr = tiles.STAGES
+    x_tiles, B_tiles, C_tiles, mixing, since, shares = ring
     shared_logs, shared_ahead = numbers
     ready, mixed, free = barriers
     start, stop_after_all, stretch, last_stretch = tokens
@@ -344,7 +350,7 @@ def _mix_tokens(
     asked, asked_stretch, asked_stop = start, stretch, stop
     for i in gl.static_range(STAGES - 1):
         if asked < stop_after_all:
-            _load_chunk(inputs, place, tiles, ready, i, asked, BLOCK_N, PARTS, STAGES)
+            _load_chunk(inputs, place, ring, ready, i, asked, tiles.BLOCK_N, PARTS, STAGES)
         asked, asked_stretch, asked_stop = _next_chunk(
             asked, asked_stretch, asked_stop, last_stretch, checkpoint_after_ptr, stop_after_all
         )
@@ -360,7 +366,7 @@ def _mix_tokens(
         mbarrier.wait(ready.index(stage), phase)
         if stop - first < TOKENS:
             zero_rows(x_tiles, stage, stop - first, CHANNELS, 1, STAGES)
-            zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS, STAGES)
+            zero_rows(B_tiles, stage, stop - first, tiles.BLOCK_N, PARTS, STAGES)
             fence_async_shared()
         # Scores between the chunk's tokens, with a row for each token that adds to others.
         scores = gl.full([TOKENS, TOKENS], 0.0, gl.float32, SQUARE_LAYOUT)
@@ -369,7 +375,7 @@ def _mix_tokens(
             c = C_tiles.index(stage * PARTS + part).permute((1, 0))
             scores = warpgroup_mma(b, c, scores, use_acc=part > 0, is_async=True)
         logs, ahead, last_log = decays(
-            steps, first, stop, (dt_bias, dt_min, dt_max), rate, IS_SOFTPLUS, HAS_LIMITS
+            steps, first, stop, (dt_bias, dt_min, dt_max), rate, tiles.IS_SOFTPLUS, tiles.HAS_LIMITS
         )
         shared_logs.store(logs)
         shared_ahead.store(ahead)
@@ -386,7 +392,7 @@ def _mix_tokens(
             last_phase = (ahead_chunk // STAGES - 1) & 1
             next_stage = ahead_chunk % STAGES
             mbarrier.wait(free.index(next_stage), last_phase, pred=was_used)
-            _load_chunk(inputs, place, tiles, ready, next_stage, asked, BLOCK_N, PARTS, STAGES)
+            _load_chunk(inputs, place, ring, ready, next_stage, asked, tiles.BLOCK_N, PARTS, STAGES)
         asked, asked_stretch, asked_stop = _next_chunk(
             asked, asked_stretch, asked_stop, last_stretch, checkpoint_after_ptr, stop_after_all
         )
@@ -410,7 +416,7 @@ def _next_chunk(first, stretch, stop, last_stretch, checkpoint_after_ptr, stop_a
 def _load_chunk(
     inputs,
     place,
-    tiles,
+    ring,
     ready,
     stage,
     first,
@@ -421,7 +427,7 @@ def _load_chunk(
     """Start loads of x, B and C of tokens [first, first + TOKENS)."""
     x_descriptor, B_descriptor, C_descriptor = inputs
     query_start, head, first_dim, group = place
-    x_tiles, B_tiles, C_tiles, _, _, _ = tiles
+    x_tiles, B_tiles, C_tiles, _, _, _ = ring
     barrier = ready.index(stage)
     token = query_start + first
     mbarrier.expect(barrier, TOKENS * (CHANNELS + 2 * PARTS * BLOCK_N) * 2)
