@@ -217,3 +217,32 @@ def test_a_variable_leaves_images_in_the_encoder_cache(tiny_vision_model, run_en
 
     assert tables_of(ours) == ["full"]
     assert sum(ours["encoded"]) == sum(theirs["encoded"])
+
+
+# Images whose tokens read each other
+
+
+def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, run_engine):
+    """Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does."""
+    name = "gemma3_vision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+    job = {"reads_images": True}
+
+    theirs = run_engine(model, prompts, image_seeds=IMAGES, script="reference_process.py", **job)
+    ours = run_engine(
+        model,
+        prompts * 2,
+        image_seeds=IMAGES * 2,
+        rounds=2,
+        options=OPTIONS | {"max_num_batched_tokens": 48},
+        by_references=True,
+        fill_arena=True,
+        report_manager=True,
+        **job,
+    )
+
+    assert "error" not in theirs, theirs["error"][-4000:]
+    assert_same_generation(ours, {"outputs": theirs["outputs"] * 2})
+    assert ours["request_tokens"] == {}
+    assert sorted(tables_of(ours)) == ["full", "images", "sliding_40"]
+    assert sum(ours["encoded"]) == NUM_IMAGES
