@@ -70,7 +70,7 @@ SERVED = {
         "Image embeddings in the arena": (
             "test_image_pages.py::test_images_are_encoded_once_and_read_from_pages_of_the_arena"
         ),
-        "The same for images whose tokens read each other (Gemma 3)": (
+        "The same for images whose tokens read each other (Gemma 3, PaliGemma 2)": (
             "test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
         ),
         "Host memory (`--kv-offloading-size`)": (

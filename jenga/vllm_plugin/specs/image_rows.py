@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 IMAGE_LAYER = "image_embeddings"
 """Name under which the rows are reported and planned. No layer of a model has it."""
 
-WHOLE_IMAGE_MODELS = frozenset({"Gemma3ForConditionalGeneration"})
+WHOLE_IMAGE_MODELS = frozenset(
+    {"Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration"}
+)
 """Models whose image tokens read each other, and that tests run with embeddings in the arena."""
 
 ENCODER_CACHE_PATH = "jenga.vllm_plugin.scheduler.encoder_cache.ArenaEncoderCache"
