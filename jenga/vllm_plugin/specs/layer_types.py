@@ -22,6 +22,7 @@ from jenga.spec import (
     ModelSpec,
     SlidingWindow,
     State,
+    TokenBudget,
 )
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import check_draft
@@ -206,7 +207,16 @@ def _attention_kind(spec: "AttentionSpec") -> _Kind | None:
     )
 
     from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec
+    from jenga.vllm_plugin.specs.token_budgets import TokenBudgetSpec
 
+    if type(spec) is TokenBudgetSpec:
+        budget_tokens = spec.budget_tokens
+        fields = (
+            ("mean_budget_tokens", budget_tokens),
+            ("recent_tokens", spec.recent_tokens),
+            *(("steepness", 1), ("layer_index", 0), ("num_layers", 1)),
+        )
+        return _Kind(layer_type=TokenBudget, name=f"budget_{budget_tokens}", fields=fields)
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
         return _Kind(layer_type=FullAttention, name="full")
     if type(spec) is MLAAttentionSpec:
