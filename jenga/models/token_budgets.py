@@ -36,11 +36,6 @@ class TokenBudgets:
     sink_tokens: int
     pool_tokens: int
 
-    @property
-    def least_tokens(self) -> int:
-        """The smallest budget."""
-        return min(tokens for tokens in self.layer_tokens if tokens is not None)
-
 
 def token_budgets(config: Config) -> TokenBudgets | None:
     """Read the budgets of a language model, None if it has none.
@@ -81,7 +76,7 @@ def token_budgets(config: Config) -> TokenBudgets | None:
 
 
 def with_token_budgets(types: Sequence[LayerType], config: Config) -> list[LayerType]:
-    """Return the layer types of a model with those of its budgets in place of full attention.
+    """Return the layer types of a model, with budgets instead of full attention where it has them.
 
     Raises:
         ValueError: A budget is wrong, or is given to a layer without full attention of its own.

@@ -13,9 +13,7 @@ def pack_slots(
 ) -> None:
     """Move the kept tokens of each request to its last slots; see the operation."""
     page_tokens, num_kv_heads = k_pages.shape[1:3]
-    for row, (count, seq_len) in enumerate(
-        zip(num_kept.tolist(), seq_lens.tolist(), strict=True)
-    ):
+    for row, (count, seq_len) in enumerate(zip(num_kept.tolist(), seq_lens.tolist(), strict=True)):
         targets = torch.arange(seq_len - count, seq_len, device=k_pages.device)
         table = page_table[row].long()
         for head in range(num_kv_heads):

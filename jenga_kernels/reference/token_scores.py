@@ -22,9 +22,7 @@ def token_scores(
     num_kv_heads = k_pages.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out.zero_()
-    for row, (end, seq_len) in enumerate(
-        zip(query_ends.tolist(), seq_lens.tolist(), strict=True)
-    ):
+    for row, (end, seq_len) in enumerate(zip(query_ends.tolist(), seq_lens.tolist(), strict=True)):
         rows = slice(end - num_queries, end)
         keys = torch.arange(seq_len, device=q.device)
         k = gathered(k_pages, page_table[row], keys, None, q.dtype)

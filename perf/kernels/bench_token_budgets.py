@@ -57,7 +57,9 @@ DRY_SHAPES = (
 )
 
 
-def prepared(shape: BudgetShape, device: torch.device) -> dict[str, dict[str, Callable[[], object]]]:
+def prepared(
+    shape: BudgetShape, device: torch.device
+) -> dict[str, dict[str, Callable[[], object]]]:
     """Make random prompts in shuffled pages, and the launches to time.
 
     Scores stand for those of a step, since timings do not depend on them. A move is repeated on
@@ -79,9 +81,7 @@ def prepared(shape: BudgetShape, device: torch.device) -> dict[str, dict[str, Ca
     ends = torch.arange(1, shape.num_prompts + 1, **ints) * RECENT_TOKENS
     seq_lens = torch.full((shape.num_prompts,), shape.prompt_tokens, **ints)
     num_kept = torch.full((shape.num_prompts,), shape.budget_tokens, **ints)
-    scores = torch.rand(
-        shape.num_prompts, shape.num_kv_heads, shape.prompt_tokens, device=device
-    )
+    scores = torch.rand(shape.num_prompts, shape.num_kv_heads, shape.prompt_tokens, device=device)
     given = (q, k_pages, table, ends, seq_lens, lse)
     named = {"scale": shape.head_dim**-0.5, "num_queries": RECENT_TOKENS}
     out = torch.empty_like(scores)

@@ -3,9 +3,10 @@
     python -m perf.sweeps.token_budgets [--windows N] [--prompt N] [--tokens N]
 
 A window of text is a prompt and the tokens after it. The prompt is read with full attention. Then
-its layers with full attention keep a share of it, on average over these layers, and the loss of the
-tokens after it is measured. Layers with a window (512 tokens) keep what they always keep. Everything
-is float32. The text is Python's language reference, which comes with Python. No speed is measured.
+the layers with full attention keep a share of it, on average over these layers, and the loss of the
+tokens after it is measured. Layers with a window (512 tokens) keep what they always keep.
+Everything is float32. The text is Python's language reference, which comes with Python. No speed is
+measured.
 
 Each share is kept in three ways:
 

@@ -20,7 +20,7 @@ SHAPES = {
 }
 
 
-def scored(shape, options=None, dtype=torch.float32, **named):
+def scored(shape, options=None, **named):
     """Run a batch, and get the arguments of the operation for it."""
     options = options or Options()
     batch = make_batch(shape, options, seed=3)
@@ -98,7 +98,7 @@ BAD_ARGUMENTS = {
     "scores_of_another_dtype": ("out", lambda a: {"out": a["out"].double()}),
     "scores_of_more_tokens_than_slots": (
         "out",
-        lambda a: {"out": torch.zeros(2, 2, 1000, device=DEVICE)},
+        lambda _: {"out": torch.zeros(2, 2, 1000, device=DEVICE)},
     ),
     "no_queries": ("num_queries", lambda _: {"num_queries": 0}),
     "a_scale_of_zero": ("scale", lambda _: {"scale": 0.0}),

@@ -1,4 +1,4 @@
-"""Layers with token budgets in the real engine, against dense models that choose the same tokens."""
+"""Layers with token budgets in the real engine, against dense models that choose as they do."""
 
 import pytest
 import torch

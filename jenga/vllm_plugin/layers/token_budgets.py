@@ -58,7 +58,7 @@ class Packing:
 class JengaBudgetMetadata(JengaTritonMetadata):
     """A step's metadata, shared by all layers of one budget.
 
-    Of requests past their prompts, page tables and lengths begin at the first kept page.
+    Page tables and lengths of requests past their prompts begin at the first kept page.
 
     Attributes:
         packing: The prompts that the step ends, None if it ends none beyond the budget.
@@ -139,9 +139,7 @@ class JengaBudgetMetadataBuilder(JengaTritonMetadataBuilder):
         shape = (num_tokens, self._kind.num_heads)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def _packing(
-        self, common: CommonAttentionMetadata, rows: "Sequence[_Row]"
-    ) -> Packing | None:
+    def _packing(self, common: CommonAttentionMetadata, rows: "Sequence[_Row]") -> Packing | None:
         if not rows:
             return None
         fields = torch.tensor(

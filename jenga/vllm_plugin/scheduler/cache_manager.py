@@ -250,7 +250,7 @@ class JengaKVCacheManager:
     def _facts(self, request: "Request") -> RequestFacts:
         """Get what the manager needs to know about a request: its length and encoder outputs."""
         images = self._encoders.images(request)
-        # A preempted request computes its own outputs again; layers with a budget drop none of them.
+        # A preempted request computes its outputs again. Budgets of layers leave these alone.
         is_cut = self.has_token_budgets
         prompt_tokens = request.num_prompt_tokens if is_cut else request.num_tokens
         return RequestFacts(prompt_tokens=prompt_tokens, images=images)
@@ -530,7 +530,6 @@ class JengaKVCacheManager:
         request_id = session.request_id
         if not self.manager.is_running(request_id):
             return False
-        is_past_prompt = self.has_token_budgets
         if self.has_token_budgets or (self.attends_to_images and session.mm_features):
             self.free(session)
             return True

@@ -1,4 +1,4 @@
-"""Layers whose prompts shrink to a token budget: their configuration, and the spec of their cache."""
+"""Layers that shrink prompts to a token budget: their configuration, and their cache specs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +79,9 @@ def budget_of_layer(
     tokens = budgets.layer_tokens[extract_layer_index(name)]
     if source is not None:
         if tokens is not None or budgets.layer_tokens[extract_layer_index(source)] is not None:
-            msg = f"kv_token_budgets must be null for layers that share a cache, {name} and {source}"
+            msg = (
+                f"kv_token_budgets must be null for layers that share a cache, {name} and {source}"
+            )
             raise ValueError(msg)
         return None
     if tokens is None:

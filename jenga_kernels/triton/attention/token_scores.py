@@ -77,10 +77,7 @@ def token_scores_kernel(
             in_lse = row_offsets(first_token + queries, heads, NUM_KV_HEADS * GROUP, 1)
             lse = tl.load(lse_ptr + in_lse, mask=live, other=0.0)  # f32[M]
             scores = matmul(q, tl.trans(k))  # f32[M, N]
-            if soft_cap is None:
-                scores = scores * scale
-            else:
-                scores = soft_capped(scores, scale, soft_cap)
+            scores = scores * scale if soft_cap is None else soft_capped(scores, scale, soft_cap)
             weights = tl.exp2((scores - lse[:, None]) * LOG2_E)
             # A row reads the keys up to its own position.
             is_read = keys[None, :] <= (seq_len - NUM_QUERIES + queries)[:, None]

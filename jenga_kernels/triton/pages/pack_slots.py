@@ -50,7 +50,7 @@ def pack_slots_kernel(
     table_ptr = page_table_ptr + request * stride_table_request
     own_sources_ptr = sources_ptr + (request * NUM_KV_HEADS + head) * max_kept
     num_tiles = tl.cdiv(num_kept, BLOCK_ROWS)
-    for number in range(0, num_tiles):
+    for number in range(num_tiles):
         rows = (num_tiles - 1 - number) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         live = rows < num_kept
         sources = tl.load(own_sources_ptr + rows, mask=live, other=0)
