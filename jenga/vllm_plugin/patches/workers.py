@@ -207,7 +207,8 @@ def _attention_init(original: Function) -> Function:
         if budget is not None:
             named["attn_backend"] = JengaBudgetBackend
         original(self, *args, **named)
-        self.jenga_budget = budget
+        if budget is not None:
+            self.jenga_budget = budget
 
     return init
 
