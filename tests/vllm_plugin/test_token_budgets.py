@@ -6,6 +6,7 @@ import torch
 from tests.vllm_plugin.conftest import assert_same_generation
 from tests.vllm_plugin.dense_budgets import dense_answers, kept_tokens, num_kept_tokens
 from tests.vllm_plugin.engine_process import prompts_of_lengths
+from tests.vllm_plugin.test_prefix_caching import prompts_over_shared_prefixes
 
 pytestmark = pytest.mark.vllm
 
@@ -16,6 +17,8 @@ PROMPTS = prompts_of_lengths((20, 50, 70, 150, 201), seed=41)
 # A budget of tokens that cuts prompts anywhere, the fewer tokens the more others decode.
 CUTS = {"max_num_batched_tokens": 37, "max_num_seqs": 3}
 LLAMA = FIXED | {"layers": [64, None, 32]}
+SMALL_ARENA_BYTES = 1 << 20
+"""Room for one request of the greatest length, and for little more."""
 GEMMA = FIXED | {"layers": [None, None, 48, None, None, None, 32]}
 
 
@@ -44,8 +47,14 @@ def test_an_engine_keeps_what_a_dense_model_chooses(llama, run_engine):
         by_references=True,
     )
 
-    assert_same_generation(ours, dense_answers(llama, LLAMA, ours))
+    expected = dense_answers(llama, LLAMA, ours)
+    assert_same_generation(ours, expected)
     assert ours["request_tokens"] == {}
+    # Full attention answers only the prompt within all budgets in the same way.
+    full = dense_answers(llama, LLAMA | {"layers": [None] * 3}, ours)
+    pairs = zip(expected["outputs"], full["outputs"], strict=True)
+    is_same = [one["logprobs"] == other["logprobs"] for one, other in pairs]
+    assert is_same == [True, False, False, False, False]
 
 
 def test_budgets_above_every_prompt_change_no_token(llama, run_engine):
@@ -71,6 +80,31 @@ def test_windows_beside_budgets_keep_what_a_dense_model_chooses(gemma3, run_engi
     )
 
     assert_same_generation(ours, dense_answers(gemma3, GEMMA, ours))
+
+
+@pytest.mark.slow
+def test_an_arena_that_always_preempts_loses_nothing(llama, run_engine):
+    prompts = prompts_over_shared_prefixes(16, seed=32, prefix_tokens=(20, 48, 130))
+
+    ours = run_engine(
+        llama,
+        prompts,
+        max_tokens=40,
+        options=with_budgets(
+            LLAMA,
+            max_num_batched_tokens=37,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=SMALL_ARENA_BYTES,
+            enable_prefix_caching=True,
+        ),
+        fill_arena=True,
+        report_manager=True,
+        by_references=True,
+    )
+
+    assert_same_generation(ours, dense_answers(llama, LLAMA, ours))
+    assert ours["preemptions"] > 0
+    assert ours["request_tokens"] == {}
 
 
 @pytest.mark.slow
