@@ -8,6 +8,7 @@ Source: PyramidKV (arXiv 2406.02069), where budgets fall from layer to layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from jenga.models.config import Config
 from jenga.models.layers import layer_name
@@ -59,16 +60,19 @@ def token_budgets(config: Config) -> TokenBudgets | None:
         f"a list of {num_layers} items, each null or a number of tokens above the {fixed_tokens} "
         "that are always kept, and not all of them null"
     )
-    if not isinstance(layers, list) or len(layers) != num_layers:
-        section.refuse("layers", expected)
-    for tokens in layers:
-        is_number = isinstance(tokens, int) and not isinstance(tokens, bool)
-        if tokens is not None and not (is_number and tokens > fixed_tokens):
+    given = cast("list[object]", layers) if isinstance(layers, list) else []
+    layer_tokens: list[int | None] = []
+    for tokens in given:
+        if tokens is None:
+            layer_tokens.append(None)
+        elif isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > fixed_tokens:
+            layer_tokens.append(tokens)
+        else:
             section.refuse("layers", expected)
-    if not any(layers):
+    if len(layer_tokens) != num_layers or not any(layer_tokens):
         section.refuse("layers", expected)
     return TokenBudgets(
-        layer_tokens=tuple(layers),
+        layer_tokens=tuple(layer_tokens),
         recent_tokens=recent_tokens,
         sink_tokens=sink_tokens,
         pool_tokens=pool_tokens,
