@@ -1,5 +1,6 @@
 """Plans against what the manager really holds, and as people and programs read them."""
 
+import itertools
 import json
 import re
 
@@ -9,10 +10,12 @@ from jenga.cli import main
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.models import KvFormat, ReadOptions, known_model, known_names
+from jenga.policies import Image, RequestFacts
 from jenga.sim.arenas.baseline_geometries import geometry_by_name
 from jenga.sim.hardware.budget import memory_budget
 from jenga.sim.hardware.gpus import find_gpu
 from jenga.sim.planning import vllm_fit
+from jenga.sim.planning.image_fits import image_fits
 from jenga.sim.planning.plan import LENGTHS, decode_bytes, fit_of, plan_model
 from jenga.sim.planning.plan_text import WIDTH, plan_json, plan_text
 from jenga.sim.planning.stages import layers_per_rank
@@ -20,6 +23,7 @@ from jenga.spec import State
 
 ARENA_BYTES = 8 << 30
 CHUNK_TOKENS = 2048
+CHUNK_TOKENS_OF_VLLM = 8192
 
 
 def plan_of(name, arena_bytes=ARENA_BYTES, **options):
@@ -101,6 +105,88 @@ def test_paged_attention_takes_slots_for_an_image_in_every_layer():
 
     # MMMU-Pro: 43 tokens of text beside 6,193 of images waste 79.6 %, the paper's table says.
     assert fit.waste == pytest.approx(0.796, abs=0.005)
+
+
+def requests_held_with_unread_images(geometry, num_large_pages, num_tokens, image_tokens):
+    """Requests that the manager holds at once when the last step of each begins its image."""
+    manager = Manager(
+        geometry, num_large_pages=num_large_pages, hash_tokens=16, prefix_caching=False
+    )
+    start_token = num_tokens - image_tokens
+    ends = [*range(CHUNK_TOKENS, start_token, CHUNK_TOKENS), start_token, num_tokens]
+    image = Image(start_token=start_token, num_tokens=image_tokens)
+    facts = RequestFacts(prompt_tokens=num_tokens, images=(image,))
+    count = 0
+    while True:
+        for processed, wanted in itertools.pairwise([0, *ends]):
+            manager.new_step()
+            try:
+                manager.allocate(
+                    str(count), num_tokens=wanted, num_processed_tokens=processed, facts=facts
+                )
+            except OutOfPagesError:
+                return count
+        count += 1
+
+
+@pytest.mark.parametrize("name", ["internvl2-8b", "llava-onevision-7b", "paligemma2-10b"])
+def test_as_many_requests_with_unread_images_fit_as_the_manager_holds(name):
+    plan = plan_of(name, arena_bytes=4 << 30, lengths=(200, 6000))
+
+    images = image_fits(plan)
+
+    (fit,) = images.in_arena  # no image fits in 200 tokens
+    held = requests_held_with_unread_images(
+        plan.geometry, plan.systems[0].num_units, 6000, images.image_tokens
+    )
+    assert fit.num_tokens == 6000
+    assert 0 < fit.num_unread <= fit.num_requests == plan.systems[0].fits[1].num_requests
+    # A request that is prefilled when the arena is nearly full holds more than when it decodes.
+    assert fit.num_unread - 2 <= held <= fit.num_unread + 1
+
+
+def test_vllms_encoder_cache_takes_a_part_of_the_arena_and_has_room_for_few_images():
+    lengths = (8192, 16_384)
+    plan = plan_of("llava-onevision-7b", lengths=lengths)
+
+    images = image_fits(plan)
+
+    # 5,103 tokens an image of 3,584 elements in 16 bits; the cache has room for one of them.
+    assert images.image_bytes == 5103 * 7168
+    assert images.cache_bytes == CHUNK_TOKENS_OF_VLLM * 7168
+    less = plan_of("llava-onevision-7b", ARENA_BYTES - images.cache_bytes, lengths=lengths)
+    assert [each.num_requests for each in images.in_cache] == [
+        fit.num_requests for fit in less.systems[0].fits
+    ]
+    assert [each.num_unread for each in images.in_cache] == [1, 1]
+    assert images.in_arena[0].num_unread > 10
+    assert "Requests with an image of 5,103 tokens (36.6 MB) that fit" in plan_text(plan)
+    assert json.loads(plan_json(plan))["images"]["cache_bytes"] == images.cache_bytes
+
+
+def test_no_request_fits_beside_an_encoder_cache_that_takes_the_whole_arena():
+    arena_bytes = CHUNK_TOKENS_OF_VLLM * 7168 + (1 << 19)
+
+    images = image_fits(plan_of("llava-onevision-7b", arena_bytes, lengths=(8192,)))
+
+    assert [(each.num_requests, each.num_unread) for each in images.in_cache] == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-3.1-8b", {}),
+        ("gemma-3-4b", {"pipeline_parallel": 2}),
+        ("gemma-3-4b", {"large_page_bytes": 8 << 20}),
+        ("llava-onevision-7b", {"lengths": (1024,)}),
+    ],
+    ids=["no_images", "pipeline", "shared_arena", "short_requests"],
+)
+def test_no_images_are_counted_where_the_arena_has_no_pages_for_them(name, options):
+    plan = plan_of(name, **options)
+
+    assert image_fits(plan) is None
+    assert "Requests with an image" not in plan_text(plan)
 
 
 def test_system_that_does_not_start_says_which_number_is_too_large():

@@ -70,6 +70,9 @@ SERVED = {
         "Image embeddings in the arena": (
             "test_image_pages.py::test_images_are_encoded_once_and_read_from_pages_of_the_arena"
         ),
+        "The same for images whose tokens read each other (Gemma 3, PaliGemma 2)": (
+            "test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
+        ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
         ),

@@ -34,14 +34,15 @@ def generate(model, prompt, max_tokens, *, name="input_ids", token_types=None, *
         prompt: Its tokens.
         max_tokens: How many to choose.
         name: What the model calls them.
-        token_types: Name of what says which tokens of the prompt are an image's, and this.
+        token_types: Name of what says which tokens of the prompt are an image's, and this. The last
+            one is that of tokens which the model chooses.
         inputs: What else it reads.
     """
     tokens, logprobs = list(prompt), []
     for _ in range(max_tokens):
         given = {name: torch.tensor([tokens])} | inputs
         for type_name, types in (token_types or {}).items():
-            given[type_name] = torch.tensor([types + [0] * (len(tokens) - len(types))])
+            given[type_name] = torch.tensor([types + types[-1:] * (len(tokens) - len(types))])
         with torch.no_grad():
             logits = model(**given, use_cache=False).logits[0, -1]
         top = logits.float().log_softmax(-1).topk(5)
@@ -62,6 +63,9 @@ def inputs_of_audio(path, seed):
 def with_images(processor, prompt, seeds):
     """Put the tokens of images where a prompt has a placeholder for each.
 
+    PaliGemma has one image, before the prompt. By its published processor, all tokens of a prompt
+    read each other. vLLM lets only those of the image do so, and so does this.
+
     Returns:
         The longer prompt, and what the model reads of the images.
     """
@@ -72,13 +76,17 @@ def with_images(processor, prompt, seeds):
     images = [image_of_seed(seed) for seed in seeds]
     read = processor(text=placeholder * len(images), images=images, return_tensors="pt")
     one = processor(text=placeholder, images=images[:1])
+    inputs = {name: read[name] for name in ("pixel_values", "image_position_ids") if name in read}
+    if type(processor).__name__ == "PaliGemmaProcessor":
+        tokens = [*one["input_ids"][0][:-1], *prompt]  # without its line feed
+        types = [int(token != number) for token in tokens]  # 0 for those that read each other
+        return tokens, inputs | {"token_types": {"token_type_ids": types}}
     (type_name,) = [name for name in read if name.endswith("token_type_ids")]
     tokens, types = [], []
     for token in prompt:
         is_image = token == number
         tokens += one["input_ids"][0] if is_image else [token]
         types += one[type_name][0] if is_image else [0]
-    inputs = {name: read[name] for name in ("pixel_values", "image_position_ids") if name in read}
     return tokens, inputs | {"token_types": {type_name: types}}
 
 
@@ -164,7 +172,9 @@ def main():
     make = AutoModelForCausalLM
     if audio_seeds or image_seeds:
         make = AutoModelForSpeechSeq2Seq if audio_seeds else AutoModelForImageTextToText
-    model = make.from_pretrained(path, config=config, dtype=torch.float32).eval()
+    # By default, transformers attends in PyTorch's kernel, which leaves out Gemma 2's soft cap.
+    attention = {"attn_implementation": "eager"} if config.model_type == "paligemma" else {}
+    model = make.from_pretrained(path, config=config, dtype=torch.float32, **attention).eval()
     prompts, outputs = job["prompts"], []
     inputs = [inputs_of_audio(path, seed) for seed in audio_seeds or ()] or [{}] * len(prompts)
     if image_seeds:

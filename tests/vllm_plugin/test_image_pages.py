@@ -11,8 +11,10 @@ import torch
 
 from jenga.spec import FullAttention, ImageEmbedding
 from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
+from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_images import OPTIONS, prompts_about_images
 from tests.vllm_plugin.test_layout import MIB, engine_config
+from tests.vllm_plugin.tiny_vision_models import TOKEN_IDS
 
 pytestmark = pytest.mark.vllm
 
@@ -217,3 +219,48 @@ def test_a_variable_leaves_images_in_the_encoder_cache(tiny_vision_model, run_en
 
     assert tables_of(ours) == ["full"]
     assert sum(ours["encoded"]) == sum(theirs["encoded"])
+
+
+# Images whose tokens read each other
+
+LENGTHS_BESIDE_IMAGE = (29, 58, 35, 54, 107)
+
+
+def prompts_beside_images(name):
+    """Make prompts, and the seeds of the images of each. PaliGemma has one image, before all text.
+
+    Its prompts end with a line feed, which its processor would add.
+    """
+    if name != "paligemma":
+        return prompts_about_images(name), IMAGES
+    prompts = prompts_of_lengths(LENGTHS_BESIDE_IMAGE, seed=6)
+    return [[*prompt[:-1], TOKEN_IDS["\n"]] for prompt in prompts], [[0], [1], [], [0], [2]]
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3_vision", pytest.param("paligemma", marks=pytest.mark.slow)]
+)
+def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, run_engine, name):
+    """Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does."""
+    model, (prompts, images) = tiny_vision_model(name), prompts_beside_images(name)
+    job = {"reads_images": True}
+    limits = {"image": max(map(len, images)), "video": 0, "audio": 0}
+
+    theirs = run_engine(model, prompts, image_seeds=images, script="reference_process.py", **job)
+    ours = run_engine(
+        model,
+        prompts * 2,
+        image_seeds=images * 2,
+        rounds=2,
+        options=OPTIONS | {"limit_mm_per_prompt": limits, "max_num_batched_tokens": 48},
+        by_references=True,
+        fill_arena=True,
+        report_manager=True,
+        **job,
+    )
+
+    assert "error" not in theirs, theirs["error"][-4000:]
+    assert_same_generation(ours, {"outputs": theirs["outputs"] * 2})
+    assert ours["request_tokens"] == {}
+    assert sorted(tables_of(ours)) == ["full", "images", "sliding_40"]
+    assert sum(ours["encoded"]) == len({seed for seeds in images for seed in seeds})

@@ -103,6 +103,30 @@ def _finish_gemma3(path):
     _name_vision_layers_as_published(path)
 
 
+def _paligemma():
+    """Get a PaliGemma 2 whose images take 25 tokens."""
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    config = PaliGemmaConfig(
+        text_config=_TEXT | {"model_type": "gemma2", "query_pre_attn_scalar": HEAD_DIM},
+        vision_config=_VISION | {"image_size": 40, "patch_size": 8, "vision_use_head": False},
+        projection_dim=_TEXT["hidden_size"],
+        hidden_size=_TEXT["hidden_size"],
+        vocab_size=VOCAB_SIZE,
+        image_token_index=TOKEN_IDS["<image>"],
+    )
+    return PaliGemmaForConditionalGeneration(config)
+
+
+def _finish_paligemma(path):
+    """Save its processor, and call its vision layers what published checkpoints call them."""
+    from transformers import PaliGemmaProcessor, SiglipImageProcessor
+
+    images = SiglipImageProcessor(size={"height": 40, "width": 40}, image_seq_length=25)
+    PaliGemmaProcessor(images, _tokenizer()).save_pretrained(path)
+    _name_vision_layers_as_published(path)
+
+
 def _gemma4():
     """Get a Gemma 4 whose images take 64 tokens: more than its windows reach."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
@@ -309,6 +333,7 @@ _MAKERS = {
     "gemma4_vision": _gemma4,
     "llava_onevision": _llava_onevision,
     "mllama": _mllama,
+    "paligemma": _paligemma,
     "qwen2_5_vl": _qwen2_5_vl,
 }
 _FINISHERS = {
@@ -316,6 +341,7 @@ _FINISHERS = {
     "gemma4_vision": _finish_gemma4,
     "llava_onevision": _finish_llava_onevision,
     "mllama": _finish_mllama,
+    "paligemma": _finish_paligemma,
     "qwen2_5_vl": _finish_qwen2_5_vl,
 }
 PLACEHOLDERS = {

@@ -308,6 +308,7 @@ def fit_of(
     *,
     needed: int,
     further_tokens: int = 0,
+    holds_images: bool = False,
 ) -> Fit:
     """Return the number of requests of a length that an arena holds, all of them in decode.
 
@@ -320,8 +321,11 @@ def fit_of(
         num_tokens: Tokens of each request.
         needed: Bytes that its next token needs.
         further_tokens: Tokens that take slots in addition to `num_tokens`.
+        holds_images: Whether each request also holds the embeddings of a typical image.
     """
-    tables = [each for each in geometry.page_tables if not each.layer_type.is_consumed]
+    tables = [
+        each for each in geometry.page_tables if holds_images or not each.layer_type.is_consumed
+    ]
     pages = [
         held_pages(table.layer_type, table.tokens_per_page, num_tokens + further_tokens)
         for table in tables

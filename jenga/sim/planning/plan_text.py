@@ -10,7 +10,8 @@ from jenga.geometry import PageTable
 from jenga.models import ModelFacts, known_model, known_names
 from jenga.sim.drawing.text import aligned, bytes_text, count_text, heading, share_text, wrapped
 from jenga.sim.hardware.budget import Budget
-from jenga.sim.planning.plan import Fit, Plan, System
+from jenga.sim.planning.image_fits import ImageFits, image_fits
+from jenga.sim.planning.plan import CHUNK_TOKENS, Fit, Plan, System
 from jenga.spec import LayerType
 
 WIDTH = 100
@@ -21,14 +22,22 @@ _LENGTHS_IN_A_TABLE = 4
 
 def plan_text(plan: Plan) -> str:
     """Write the plan as a report for people."""
+    images = image_fits(plan)
     return "\n\n".join(
-        [_title(plan), _memory(plan), types_text(plan), geometry_text(plan), *_tables(plan)]
+        [
+            _title(plan),
+            _memory(plan),
+            types_text(plan),
+            geometry_text(plan),
+            *_tables(plan),
+            *([] if images is None else [_images_text(images)]),
+        ]
     )
 
 
 def plan_json(plan: Plan) -> str:
     """Write the whole plan as JSON, with bytes and tokens as numbers."""
-    geometry = plan.geometry
+    geometry, images = plan.geometry, image_fits(plan)
     return json.dumps(
         {
             "model": plan.model.name,
@@ -73,6 +82,7 @@ def plan_json(plan: Plan) -> str:
                 for num_tokens, num_bytes, num_requests in plan.needed
             ],
             "systems": [asdict(system) for system in plan.systems],
+            "images": images and asdict(images),
             "notes": list(plan.notes),
         },
         indent=2,
@@ -363,6 +373,27 @@ def _capacity(plan: Plan, lengths: slice) -> list[str]:
             )
         )
     return [heading("Requests that fit, and waste, by request length in tokens"), *aligned(rows)]
+
+
+def _images_text(images: ImageFits) -> str:
+    """Write a table of the requests with images that fit."""
+    header = ("embeddings", "set aside", *(f"{fit.num_tokens:,}" for fit in images.in_arena))
+    rows: list[tuple[str, ...]] = [header]
+    for label, set_aside_bytes, fits in (
+        ("in the arena", 0, images.in_arena),
+        ("in vLLM's encoder cache", images.cache_bytes, images.in_cache),
+    ):
+        cells = [f"{fit.num_requests:,} / {fit.num_unread:,}" for fit in fits]
+        rows.append((label, bytes_text(set_aside_bytes), *cells))
+    title = (
+        f"Requests with an image of {images.image_tokens:,} tokens "
+        f"({bytes_text(images.image_bytes)}) that fit, by request length in tokens"
+    )
+    note = (
+        "Each cell: the requests that fit when their images are read / while none is read. vLLM's "
+        f"cache has room for the {CHUNK_TOKENS:,} tokens of a step, and at least for one image."
+    )
+    return "\n".join([heading(title), *aligned(rows), *wrapped(note, width=WIDTH)])
 
 
 def _longest(system: System) -> str:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 IMAGE_LAYER = "image_embeddings"
 """Name under which the rows are reported and planned. No layer of a model has it."""
 
+WHOLE_IMAGE_MODELS = frozenset(
+    {"Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration"}
+)
+"""Models whose image tokens read each other, and that tests run with embeddings in the arena."""
+
 ENCODER_CACHE_PATH = "jenga.vllm_plugin.scheduler.encoder_cache.ArenaEncoderCache"
 """Path of the class that takes the place of vLLM's encoder cache in the scheduler."""
 
@@ -54,8 +59,9 @@ def why_not_in_arena(vllm_config: "VllmConfig", *, host_bytes: int) -> str:
         "embeddings are pruned": bool(
             options is not None and options.is_multimodal_pruning_enabled()
         ),
-        # Untested in an engine so far.
-        "tokens of an image read each other": model.is_mm_prefix_lm,
+        "tokens of an image read each other, and no test has run this model": (
+            model.is_mm_prefix_lm and model.architecture not in WHOLE_IMAGE_MODELS
+        ),
         "prompts may be embeddings": bool(model.enable_prompt_embeds),
         "the model does not generate text": model.runner_type != "generate",
     }
