@@ -233,7 +233,9 @@ class State(LayerType):
 class TokenBudget(LayerType):
     """Attention that keeps a number of prompt tokens, which falls from layer to layer.
 
-    All tokens generated after the prompt are kept. Layers of one budget are one layer type.
+    All tokens generated after the prompt are kept. Layers of one budget are one layer type. With a
+    steepness of 1, every layer keeps `mean_budget_tokens` of a longer prompt. Whole pages are
+    dropped, so up to a page less one slot fewer may stay.
 
     Attributes:
         mean_budget_tokens: Number of prompt tokens kept, averaged over the model's layers.
@@ -272,9 +274,9 @@ class TokenBudget(LayerType):
             msg = f"{owner}: layer_index must be in [0, {self.num_layers}), got {self.layer_index}"
             raise ValueError(msg)
 
-    def policy(self, _page_slots: int, /) -> LayerPolicy:
+    def policy(self, page_slots: int, /) -> LayerPolicy:
         """Return the policy that keeps the budget once the prompt is processed."""
-        return TokenBudgetPolicy(self.budget_tokens)
+        return TokenBudgetPolicy(self.budget_tokens, page_slots)
 
     @property
     def keeps(self) -> str:

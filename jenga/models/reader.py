@@ -14,6 +14,7 @@ from jenga.models.names import (
     MODEL_TYPES_AS_PUBLISHED,
 )
 from jenga.models.options import ReadOptions
+from jenga.models.token_budgets import with_token_budgets
 from jenga.models.vision import VISION_MODELS
 from jenga.spec import LayerType, ModelSpec
 
@@ -249,4 +250,5 @@ def _read_text(
         model_type = _known(text, TEXT_READERS) or model_type
         if model_type not in TEXT_READERS:
             text.refuse("model_type", f"one of {', '.join(TEXT_READERS)}")
-    return TEXT_READERS[model_type](text.with_absent(CLASS_DEFAULTS.get(model_type, {})), options)
+    types = TEXT_READERS[model_type](text.with_absent(CLASS_DEFAULTS.get(model_type, {})), options)
+    return with_token_budgets(types, text)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs
 from vllm.logger import init_logger
 
+from jenga.models.token_budgets import TOKEN_BUDGETS
 from jenga.vllm_plugin.metrics.memory_log import check_memory_log
 from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
@@ -137,6 +138,7 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.DIFFUSION: model is not None and model.is_diffusion,
         Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA,
         Refusal.IMAGE_ATTENTION: ", ".join(_unserved_with_images(vllm_config)),
+        Refusal.TOKEN_BUDGETS: ", ".join(_unserved_with_budgets(vllm_config)),
         Refusal.QUERY_QUANTIZATION: (
             model is not None and model.use_mla and attention.use_prefill_query_quantization
         ),
@@ -164,6 +166,45 @@ def _unserved_with_images(vllm_config: "VllmConfig") -> list[str]:
         ),
         "--mm-processor-cache-type shm": (
             multimodal is not None and multimodal.mm_processor_cache_type == "shm"
+        ),
+    }
+    return [option for option, is_used in checks.items() if is_used]
+
+
+def has_token_budgets(vllm_config: "VllmConfig") -> bool:
+    """Whether layers of the model shrink prompts to token budgets."""
+    model = vllm_config.model_config
+    return model is not None and getattr(model.hf_text_config, TOKEN_BUDGETS, None) is not None
+
+
+def _unserved_with_budgets(vllm_config: "VllmConfig") -> list[str]:
+    """Name the options that are not served together with token budgets of layers."""
+    if not has_token_budgets(vllm_config):
+        return []
+    from jenga.vllm_plugin.specs.token_budgets import budgets_of
+
+    budgets, model = budgets_of(vllm_config), vllm_config.model_config
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    cache = vllm_config.cache_config
+    recent_tokens = 0 if budgets is None else budgets.recent_tokens
+    least_tokens = scheduler.max_num_seqs + 2 * recent_tokens
+    threshold = scheduler.long_prefill_token_threshold
+    checks = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "the second model runner": vllm_config.use_v2_model_runner,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
+        "--kv-offloading-size": cache.kv_offloading_size is not None,
+        "a model of images or audio": model.is_multimodal_model or model.is_encoder_decoder,
+        "a model with recurrent layers": model.is_hybrid or model.is_attention_free,
+        "latent attention": model.use_mla,
+        "chunked local attention": getattr(model, "attention_chunk_size", None) is not None,
+        f"--max-num-batched-tokens below {least_tokens}, --max-num-seqs and twice recent_tokens": (
+            scheduler.max_num_batched_tokens < least_tokens
+        ),
+        f"--long-prefill-token-threshold below {2 * recent_tokens}, twice recent_tokens": (
+            0 < threshold < 2 * recent_tokens
         ),
     }
     return [option for option, is_used in checks.items() if is_used]

@@ -30,6 +30,7 @@ BENCHMARKS = (
     "bench_linear_attention",
     "bench_latent_store",
     "bench_pages",
+    "bench_token_budgets",
     "bench_host_memory",
 )
 """Benchmarks. The longest ones run in several parts, selected by their shapes' names."""

@@ -93,6 +93,8 @@ KERNELS = {
     "page_copy": Kernel(kernels=("page_copy_kernel",), tiles=("page_tiles",)),
     "page_clear": Kernel(kernels=("page_clear_kernel",), tiles=("page_tiles",)),
     "attention_merge": Kernel(kernels=("attention_merge_kernel",), tiles=("copy_tiles",)),
+    "token_scores": Kernel(kernels=("token_scores_kernel",), tiles=()),
+    "pack_slots": Kernel(kernels=("pack_slots_kernel",), tiles=("copy_tiles",)),
 }
 """Name of a kernel in tables -> its functions."""
 

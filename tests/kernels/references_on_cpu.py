@@ -33,6 +33,12 @@ COUNTS = {
 }
 PAGE_TABLE = torch.tensor([[3, 1], [2, 4]], dtype=I32)
 SEQ_LENS = torch.tensor([21, 9], dtype=I32)
+PACKED = {
+    "page_table": PAGE_TABLE,
+    "sources": torch.tensor([[[0, 5, 19], [3, 4, 20]], [[1, 2, 9], [0, 7, 9]]], dtype=I32),
+    "num_kept": torch.tensor([3, 2], dtype=I32),
+    "seq_lens": SEQ_LENS,
+}
 
 
 def numbers(*shape, seed=0, dtype=FLOAT):
@@ -180,6 +186,7 @@ CASES = {
         "pages": torch.full((4, 16, 48), torch.nan),
         "slots": ids(20, -1, 4),
     },
+    "pack_slots": lambda: cached(FLOAT) | PACKED,
     "page_clear": lambda: {"pages": numbers(6, 32), "page_ids": ids(1, -1, 4)},
     "page_copy": lambda: {
         "pages": numbers(6, 32), "source_ids": ids(1, 2, -1), "target_ids": ids(4, -1, 0)
@@ -196,6 +203,17 @@ CASES = {
         )
     },
     "state_scan": lambda: recurrence() | SLOTS | {"checkpoints": checkpoints()},
+    "token_scores": lambda: {
+        "q": numbers(6, 4, 32),
+        "k_pages": cached(FLOAT)["k_pages"],
+        "page_table": PAGE_TABLE,
+        "query_ends": torch.tensor([4, 6], dtype=I32),
+        "seq_lens": SEQ_LENS,
+        "lse": numbers(6, 4, seed=4),
+        "scale": 0.2,
+        "num_queries": 2,
+        "out": torch.zeros(2, 2, 24),
+    },
     "state_update": lambda: recurrence() | SLOTS | {
         "state_slots": torch.tensor([[1, 0, 0, 0, 4], [3, 0, 0, 0, 0]], dtype=I32)
     },

@@ -149,15 +149,14 @@ class EngineModel:
                     run.images_written.add((index, image.start_token))
         else:
             for token in range(run.processed, end):
-                slot = self.slot_of(layer_type, run, token)
-                page = pages[slot // page_tokens]
+                page = pages[token // page_tokens]
                 assert page > 0
-                self.write(index, page, slot % page_tokens, run.written(token))
+                self.write(index, page, token % page_tokens, run.written(token))
 
-    def slot_of(self, layer_type, run, token):
-        if isinstance(layer_type, TokenBudget) and run.processed >= run.prompt:
-            return token - run.prompt + layer_type.budget_tokens(run.prompt)
-        return token
+    def num_dropped(self, table, run):
+        budget = table.layer_type.budget_tokens(run.prompt)
+        pages = -(-(run.prompt - budget) // table.tokens_per_page)
+        return pages * table.tokens_per_page
 
     def _read_step(self, index, table, run, pages):
         layer_type, page_tokens = table.layer_type, table.tokens_per_page
@@ -179,16 +178,13 @@ class EngineModel:
                     assert self.read(index, pages[start + page], token % page_tokens) == content
             return
         if isinstance(layer_type, TokenBudget) and run.processed >= run.prompt:
-            budget = layer_type.budget_tokens(run.prompt)
-            slots = range(budget + end - run.prompt)
-            for slot in slots:
-                token = slot - budget + run.prompt
-                dropped = budget < run.prompt and slot < budget
-                content = ("kept", run.tokens[: run.prompt], slot) if dropped else None
-                if budget == run.prompt:
-                    token = slot
-                expected = content or run.content(token)
+            dropped = self.num_dropped(table, run)
+            for slot in range(dropped, end):
+                is_moved = dropped and slot < run.prompt
+                kept = ("kept", run.tokens[: run.prompt], slot)
+                expected = kept if is_moved else run.content(slot)
                 page = pages[slot // page_tokens]
+                assert page > 0
                 assert self.read(index, page, slot % page_tokens) == expected
             return
         for token in needed_tokens(layer_type, run.processed, end):
@@ -204,9 +200,9 @@ class EngineModel:
             layer_type = table.layer_type
             if not isinstance(layer_type, TokenBudget) or run.processed != run.prompt:
                 continue
-            budget = layer_type.budget_tokens(run.prompt)
-            if budget < run.prompt:
-                for slot in range(budget):
+            dropped = self.num_dropped(table, run)
+            if dropped:
+                for slot in range(dropped, run.prompt):
                     page = pages[index][slot // table.tokens_per_page]
                     kept = ("kept", run.tokens[: run.prompt], slot)
                     self.write(index, page, slot % table.tokens_per_page, kept)

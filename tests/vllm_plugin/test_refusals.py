@@ -123,6 +123,27 @@ CONFIGURED = {
         "options": {"model": "{mllama}", "mm_processor_cache_type": "shm"},
         "met": "--mm-processor-cache-type shm",
     },
+    "TOKEN_BUDGETS": {
+        "options": {
+            "hf_overrides": {"kv_token_budgets": {"layers": [128, None, 64]}},
+            "kv_cache_dtype": "fp8_e5m2",
+            "speculative_config": NGRAM,
+        },
+        "met": "speculative decoding, --kv-cache-dtype fp8_e5m2",
+    },
+    "TOKEN_BUDGETS-runner": {
+        "options": {"hf_overrides": {"kv_token_budgets": {"layers": [128, None, 64]}}},
+        "environment": {V2_RUNNER: "1"},
+        "met": "the second model runner",
+    },
+    "TOKEN_BUDGETS-steps": {
+        "options": {
+            "hf_overrides": {"kv_token_budgets": {"layers": [128, None, 64]}},
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+        },
+        "met": "--max-num-batched-tokens below 72, --max-num-seqs and twice recent_tokens",
+    },
     "DIFFUSION": {"options": {"model": "{gemma2 canvas_length=32}"}},
     # Its own configuration needs the code that comes with it.
     "HYMBA": {

@@ -18,7 +18,7 @@ def chosen_backend(monkeypatch, backend, *, is_selected=True):
     from jenga.vllm_plugin.settings.switch import backend_member
 
     selected = SimpleNamespace(backend=backend_member() if is_selected else None)
-    config = SimpleNamespace(attention_config=selected)
+    config = SimpleNamespace(attention_config=selected, model_config=None)
     monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
     (replacement,) = (each for each in WORKERS if each.name == "Attention.__init__")
     made = []

@@ -312,6 +312,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),
             out=results,
+            lse=attn_metadata.lse,
             plan=attn_metadata.plan,
             **self._views(layer, kv_cache),
         )

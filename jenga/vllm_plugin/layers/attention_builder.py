@@ -44,6 +44,8 @@ class JengaTritonMetadata(AttentionMetadata):
         plan: The step's work lists.
         spans: i32[num_actual_tokens, 2], the keys [start, end) that a token of an image reads in
             addition. None if the step has no such tokens.
+        lse: f32[num_actual_tokens, num_heads], where each layer writes the log-sum-exps of its
+            scores. None if the step needs none.
     """
 
     num_actual_tokens: int
@@ -52,6 +54,7 @@ class JengaTritonMetadata(AttentionMetadata):
     page_table: torch.Tensor
     plan: AttentionPlan
     spans: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 def image_spans(

@@ -124,7 +124,10 @@ def _schedule(original: Function) -> Function:
         from jenga.vllm_plugin.orders.step_orders import attach_orders
         from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
-        step, manager = original(self, throttle_prefills), self.kv_cache_manager
+        manager = self.kv_cache_manager
+        if isinstance(manager, JengaKVCacheManager) and manager.has_token_budgets:
+            self.need_mamba_block_aligned_split = True  # so that the function below is asked
+        step = original(self, throttle_prefills)
         if isinstance(manager, JengaKVCacheManager):
             orders = manager.take_orders()
             if orders is not None:
@@ -132,6 +135,25 @@ def _schedule(original: Function) -> Function:
         return step
 
     return schedule
+
+
+def _mamba_block_aligned_split(original: Function) -> Function:
+    @functools.wraps(original)
+    def split(
+        self: Any,  # noqa: ANN401
+        request: Any,  # noqa: ANN401
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+        manager, found = self.kv_cache_manager, num_new_local_computed_tokens
+        if isinstance(manager, JengaKVCacheManager) and manager.has_token_budgets:
+            return manager.cut_at_prompt(request, num_new_tokens, found)
+        return original(self, request, num_new_tokens, found, num_external_computed_tokens)
+
+    return split
 
 
 def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
@@ -250,11 +272,13 @@ def _strip_covered_mm_data(original: Function) -> Function:
 def _get_v2_model_runner_unsupported_features(original: Function) -> Function:
     @functools.wraps(original)
     def get_unsupported_features(self: Any) -> list[str]:  # noqa: ANN401
-        from jenga.vllm_plugin.config import attends_to_images, is_selected
+        from jenga.vllm_plugin.config import attends_to_images, has_token_budgets, is_selected
 
         features = original(self)
         if is_selected(self) and attends_to_images(self):
             features = [*features, "cross attention to images"]
+        if is_selected(self) and has_token_budgets(self):
+            features = [*features, "token budgets of layers"]
         return features
 
     return get_unsupported_features
@@ -408,7 +432,10 @@ WHEN_SELECTED = (
     Replacement(
         module="vllm.config.vllm",
         name="VllmConfig._get_v2_model_runner_unsupported_features",
-        reason="lists what needs the first model runner; images in cross attention do, too",
+        reason=(
+            "lists what needs the first model runner; images in cross attention and token budgets "
+            "do, too"
+        ),
         parameters=("self",),
         make=_get_v2_model_runner_unsupported_features,
     ),
@@ -431,6 +458,22 @@ WHEN_SELECTED = (
         ),
         parameters=("self", "throttle_prefills"),
         make=_schedule,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._mamba_block_aligned_split",
+        reason=(
+            "the place where vLLM shortens a step of a prompt; layers with a token budget need a "
+            "step that ends with the prompt and has its last queries"
+        ),
+        parameters=(
+            "self",
+            "request",
+            "num_new_tokens",
+            "num_new_local_computed_tokens",
+            "num_external_computed_tokens",
+        ),
+        make=_mamba_block_aligned_split,
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",

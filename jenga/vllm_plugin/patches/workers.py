@@ -34,9 +34,11 @@ def _get_kv_cache_spec(original: Function) -> Function:
         from jenga.vllm_plugin.layers.latent_builder import count_absorbed
         from jenga.vllm_plugin.layers.served_layers import check_layers
         from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, measured_spec
+        from jenga.vllm_plugin.specs.token_budgets import check_budgets
 
         specs = original(self)
         if is_selected(self.vllm_config):
+            check_budgets(self.vllm_config, specs)
             check_layers(self.vllm_config, stored=specs)
             count_absorbed(self.vllm_config)
             rows = measured_spec(
@@ -57,6 +59,7 @@ def _initialize_from_config(original: Function) -> Function:
         from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, host_memory_bytes
         from jenga.vllm_plugin.arena.starts import report_graphs
         from jenga.vllm_plugin.layers.image_attention import follow_batch
+        from jenga.vllm_plugin.layers.token_budgets import follow_prompts
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
         from jenga.vllm_plugin.worker.image_pages import open_embeddings
@@ -72,6 +75,7 @@ def _initialize_from_config(original: Function) -> Function:
             runner = self.model_runner
             mailbox = open_mailbox(runner)
             follow_batch(runner)
+            follow_prompts(runner)
             open_embeddings(runner, kv_cache_config)
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
@@ -189,17 +193,35 @@ def _attention_init(original: Function) -> Function:
         from vllm.config import get_current_vllm_config
 
         from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.layers.token_budgets import JengaBudgetBackend
+        from jenga.vllm_plugin.specs.token_budgets import budget_of_layer
 
-        chosen = named.get("attn_backend")
-        if (
-            chosen is not None
-            and chosen.get_name().endswith("_DIFFKV")
-            and is_selected(get_current_vllm_config())
-        ):
+        chosen, config = named.get("attn_backend"), get_current_vllm_config()
+        if not is_selected(config):
+            original(self, *args, **named)
+            return
+        if chosen is not None and chosen.get_name().endswith("_DIFFKV"):
             del named["attn_backend"]
+        source = named.get("kv_sharing_target_layer_name")
+        budget = budget_of_layer(config, named.get("prefix", ""), source=source)
+        if budget is not None:
+            named["attn_backend"] = JengaBudgetBackend
         original(self, *args, **named)
+        if budget is not None:
+            self.jenga_budget = budget
 
     return init
+
+
+def _attention_spec(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.specs.token_budgets import budget_spec
+
+        spec, budget = original(self, vllm_config), getattr(self, "jenga_budget", None)
+        return spec if budget is None else budget_spec(spec, budget)
+
+    return get_kv_cache_spec
 
 
 def _create_cross_attention_backend(original: Function) -> Function:
@@ -360,7 +382,7 @@ WORKERS = (
         name="Attention.__init__",
         reason=(
             "MiMo-V2 asks by name for a backend in which keys and values have different widths; "
-            "ours supports them too"
+            "ours supports them too; and layers with a token budget need a backend of their own"
         ),
         parameters=(
             "self",
@@ -383,6 +405,13 @@ WORKERS = (
             "extra_impl_args",
         ),
         make=_attention_init,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.attention",
+        name="Attention.get_kv_cache_spec",
+        reason="knows no layers that shrink a prompt to a token budget",
+        parameters=("self", "vllm_config"),
+        make=_attention_spec,
     ),
     Replacement(
         module="vllm.model_executor.layers.attention.cross_attention",

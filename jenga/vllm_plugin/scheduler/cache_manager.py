@@ -19,6 +19,7 @@ from jenga.errors import NotLoadedError, OutOfPagesError
 from jenga.eviction.known import policy_by_name
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
+from jenga.spec import TokenBudget
 from jenga.state_keeper import StateKeeper
 from jenga.tables.request import PrefixHit
 from jenga.vllm_plugin.arena.joined import lender_of
@@ -184,6 +185,13 @@ class JengaKVCacheManager:
                 hash_tokens=hash_tokens,
                 lookahead_tokens=num_hash_lookahead_tokens,
             )
+        budgets = [
+            table.layer_type
+            for table in self.manager.geometry.page_tables
+            if isinstance(table.layer_type, TokenBudget)
+        ]
+        self.has_token_budgets = bool(budgets)
+        self._choosing_tokens = max((each.recent_tokens for each in budgets), default=0)
         self._has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._first_layers = first_layers(kv_cache_config)
         self._states: StateKeeper | None = None
@@ -245,7 +253,33 @@ class JengaKVCacheManager:
     def _facts(self, request: "Request") -> RequestFacts:
         """Get what the manager needs to know about a request: its length and encoder outputs."""
         images = self._encoders.images(request)
-        return RequestFacts(prompt_tokens=request.num_tokens, images=images)
+        # A preempted request computes its outputs again. Budgets of layers leave these alone.
+        is_cut = self.has_token_budgets
+        prompt_tokens = request.num_prompt_tokens if is_cut else request.num_tokens
+        return RequestFacts(prompt_tokens=prompt_tokens, images=images)
+
+    def cut_at_prompt(
+        self, request: "Request", num_new_tokens: int, num_found_tokens: int = 0
+    ) -> int:
+        """Shorten a step of a request for layers with a token budget.
+
+        A step does not go past the end of the prompt, and the step that ends it has all queries
+        that choose which tokens are kept.
+
+        Args:
+            request: The request.
+            num_new_tokens: Number of tokens that the step would compute.
+            num_found_tokens: Number of tokens of a prefix hit.
+
+        Returns:
+            The number of tokens to compute. 0 if the request must wait for a step with more room.
+        """
+        left = request.num_prompt_tokens - request.num_computed_tokens - num_found_tokens
+        if left <= 0:
+            return num_new_tokens
+        if num_new_tokens >= left:
+            return left
+        return min(num_new_tokens, max(0, left - self._choosing_tokens))
 
     @property
     def usage(self) -> float:
@@ -499,7 +533,7 @@ class JengaKVCacheManager:
         request_id = session.request_id
         if not self.manager.is_running(request_id):
             return False
-        if self.attends_to_images and session.mm_features:
+        if self.has_token_budgets or (self.attends_to_images and session.mm_features):
             self.free(session)
             return True
         if self._images is not None and self._images.lacks(session):

@@ -205,6 +205,14 @@ class Refusal(Enum):
         ),
         instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
     )
+    TOKEN_BUDGETS = Words(
+        feature="an option that is not served with token budgets of layers (kv_token_budgets)",
+        reason=(
+            "the first model runner shrinks prompts of text on one rank, in pages of the model's "
+            "own dtype, and a step has room for all queries that choose the kept tokens"
+        ),
+        instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
+    )
     DIFFUSION = Words(
         feature="generation by diffusion, not token by token (canvas_length in the model's config)",
         reason="tokens that are replaced would have to be removed from the cache completely",

@@ -22,6 +22,7 @@ from jenga.spec import (
     ModelSpec,
     SlidingWindow,
     State,
+    TokenBudget,
 )
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import check_draft
@@ -29,6 +30,8 @@ from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, image_layer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
+
+    from jenga.vllm_plugin.specs.token_budgets import TokenBudgetSpec
 
 
 STATE_MODELS: dict[str, frozenset[str] | None] = {
@@ -172,9 +175,13 @@ def _kind(name: str, spec: "KVCacheSpec") -> _Kind:
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
+    from jenga.vllm_plugin.specs.token_budgets import TokenBudgetSpec
+
     if name == IMAGE_LAYER and isinstance(spec, AttentionSpec):
         fields = (("typical_tokens", spec.block_size),)
         return _Kind(layer_type=ImageEmbedding, name="images", fields=fields)
+    if isinstance(spec, TokenBudgetSpec):
+        return _budget_kind(spec)
     registered = registered_cache_spec(type(spec))
     if registered is not None:
         return _registered_kind(name, spec, registered)
@@ -222,6 +229,18 @@ def _attention_kind(spec: "AttentionSpec") -> _Kind | None:
     if type(spec) is CrossAttentionSpec or type(spec) is ImageAttentionSpec:
         return _Kind(layer_type=CrossAttention, name="cross")
     return None
+
+
+def _budget_kind(spec: "TokenBudgetSpec") -> _Kind:
+    """Get the kind of a layer with a token budget."""
+    fields = (
+        ("mean_budget_tokens", spec.budget_tokens),
+        ("recent_tokens", spec.recent_tokens),
+        ("steepness", 1),
+        ("layer_index", 0),
+        ("num_layers", 1),
+    )
+    return _Kind(layer_type=TokenBudget, name=f"budget_{spec.budget_tokens}", fields=fields)
 
 
 def _registered_kind(name: str, spec: "KVCacheSpec", registered: CacheSpec) -> _Kind:
