@@ -128,6 +128,14 @@ GROUPS = (
         setting="queries and latents in bfloat16",
         kernels=("latent_prefill",),
     ),
+    Group(
+        name="token budgets",
+        benchmark="bench_token_budgets",
+        title="Prompts that shrink to a token budget",
+        shapes=r"(scores|choice|move) B",
+        setting="queries, keys and values in bfloat16",
+        kernels=("token_scores", "pack_slots"),
+    ),
     *(
         Group(
             name=f"{tuned} steps {label}",

@@ -274,10 +274,16 @@ def served(geometry, seed, *, num_host_large_pages, num_steps=60, per_table=5):
     return pressure
 
 
-GEOMETRIES = [*CACHED, WINDOWED, STATES_FIRST]
+LONG = {"large_pages_of_one_image", "attention_of_two_models", "type_from_outside"}
+"""Geometries that take longest. Other ones have page tables of the same kinds."""
+
+GEOMETRIES = [
+    pytest.param(each, id=each.name, marks=pytest.mark.slow if each.name in LONG else ())
+    for each in (*CACHED, WINDOWED, STATES_FIRST)
+]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_what_comes_back_from_host_memory_is_what_went_there(geometry, monkeypatch):
     monkeypatch.setattr(prefetch, "LOADED_TOKENS", 0)
     num_loaded = num_loaded_ahead = num_ahead = num_hit = num_hit_alone = 0

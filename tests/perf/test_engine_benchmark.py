@@ -738,6 +738,7 @@ def run_tiny(folder, *arguments):
     return command.main([*options, "--seconds", "500", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_tiny_engines_serve_sessions_and_say_the_same(tmp_path):
     entries = plan.in_turns(plan.NEMOTRON_AGENTS, sides.STOCK, sides.OURS_PLAIN)

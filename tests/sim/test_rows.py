@@ -93,7 +93,7 @@ def test_every_line_names_its_kind_and_its_run(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "stride"}, "kind must be one of run, step, request, summary"),
+        ({"kind": "stride"}, "kind must be one of run, step, request, eviction, summary"),
         ({"weight": 1}, "no field 'weight'"),
         ({"num_preemptions": "none"}, "num_preemptions must be of type"),
         ({"finished_s": None}, "finished_s must be of type"),

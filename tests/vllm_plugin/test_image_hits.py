@@ -192,6 +192,7 @@ def test_a_session_with_images_starts_again_at_its_next_turn(monkeypatch):
     freed = []
     manager = object.__new__(JengaKVCacheManager)
     manager.attends_to_images, manager._images, manager._has_states = True, None, False
+    manager.has_token_budgets = False
     manager.manager = SimpleNamespace(is_running=lambda _: True)
     monkeypatch.setattr(JengaKVCacheManager, "free", lambda _, session: freed.append(session))
     with_image, of_text = request(image_feature("one", 5, 17)), request()
@@ -282,7 +283,9 @@ def test_a_model_with_images_needs_the_first_model_runner():
 
     def config(architecture, backend):
         return SimpleNamespace(
-            model_config=SimpleNamespace(architecture=architecture),
+            model_config=SimpleNamespace(
+                architecture=architecture, hf_text_config=SimpleNamespace()
+            ),
             attention_config=SimpleNamespace(backend=backend),
         )
 

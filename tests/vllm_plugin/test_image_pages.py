@@ -237,9 +237,8 @@ def prompts_beside_images(name):
     return [[*prompt[:-1], TOKEN_IDS["\n"]] for prompt in prompts], [[0], [1], [], [0], [2]]
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3_vision", pytest.param("paligemma", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3_vision", "paligemma"])
 def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, run_engine, name):
     """Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does."""
     model, (prompts, images) = tiny_vision_model(name), prompts_beside_images(name)

@@ -424,7 +424,9 @@ def check_dashboard(samples):
 # Engines
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "granite_hybrid"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt_oss", marks=pytest.mark.slow), "granite_hybrid"]
+)
 def test_series_of_an_engine_add_up_to_its_arena_after_every_step(name, tiny_model, run_engine):
     from tests.vllm_plugin.scraped import check_sums, samples_of, total
 

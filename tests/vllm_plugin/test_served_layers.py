@@ -16,6 +16,7 @@ def config_of(layers, *, is_selected=True):
     from jenga.vllm_plugin.settings.switch import backend_member
 
     return SimpleNamespace(
+        model_config=None,
         compilation_config=SimpleNamespace(static_forward_context=layers),
         attention_config=SimpleNamespace(backend=backend_member() if is_selected else None),
     )

@@ -18,7 +18,13 @@ MODELS = {
 """Model -> operation with kernels for a GPU -> kinds of its calls."""
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["first_runner", "second_runner"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0", id="first_runner"),
+        pytest.param("1", id="second_runner", marks=pytest.mark.slow),
+    ],
+)
 def calls(request, tiny_model, run_engine):
     """Get what each model's engine says will be called, and what is."""
     models = [str(tiny_model(name)) for name in MODELS]

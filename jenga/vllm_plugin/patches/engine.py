@@ -148,7 +148,9 @@ def _mamba_block_aligned_split(original: Function) -> Function:
     ) -> int:
         from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
-        manager, found = self.kv_cache_manager, num_new_local_computed_tokens
+        # Replays call this method without a scheduler.
+        manager = getattr(self, "kv_cache_manager", None)
+        found = num_new_local_computed_tokens
         if isinstance(manager, JengaKVCacheManager) and manager.has_token_budgets:
             return manager.cut_at_prompt(request, num_new_tokens, found)
         return original(self, request, num_new_tokens, found, num_external_computed_tokens)
