@@ -55,8 +55,8 @@ demo: $(ENVIRONMENT) ## serve Gemma 3 270M through vLLM on JENGA_TRITON and show
 test: $(ENVIRONMENT) ## run the tests, without those marked slow
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
 
-test-slow: $(ENVIRONMENT) ## run the tests marked slow
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+test-slow: $(ENVIRONMENT) ## run the tests marked slow: all that kernels compile to, more engines, long random runs
+	$(BIN)/python -m pytest -m slow $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-all: $(ENVIRONMENT) ## run every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -181,6 +181,7 @@ def compile_convolutions():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("job", [compile_convolutions, compile_odd_rows])
 def test_causal_conv_compiles_to_wide_loads_without_spills(job, capability):

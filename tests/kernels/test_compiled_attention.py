@@ -221,6 +221,7 @@ def test_attention_in_float32_over_other_floats_fits_into_shared_memory(capabili
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "capability"), JOBS)
 def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, capability):
     kernels = compile_job(job, capability)
@@ -257,6 +258,7 @@ def test_attention_merges_no_more_tokens_than_requests_may_have():
     assert kernels["attention_splits_kernel"].grid == (33, 1, 8)
 
 
+@pytest.mark.slow
 def test_attention_compiles_for_heads_narrower_than_a_matrix_instruction():
     assert all(kernel.stack_bytes == 0 for kernel in compile_job(compile_a_narrow_head, 90))
 
@@ -301,6 +303,7 @@ def compile_decoding_of_e5m2():
     launch_decoding(E5M2_DTYPE)
 
 
+@pytest.mark.slow
 def test_attention_decodes_with_few_instructions_a_tile():
     kernels = [k for k in compile_job(compile_decoding, 90) if k.name == "attention_decode_kernel"]
 
@@ -315,6 +318,7 @@ def test_attention_decodes_with_few_instructions_a_tile():
     assert kernels[0].registers <= 168, kernels[0]
 
 
+@pytest.mark.slow
 def test_attention_under_brief_windows_has_eight_programs_of_one_warp_a_processor():
     kernels = compile_job(compile_decoding_under_a_brief_window, 90)
 
@@ -327,6 +331,7 @@ def test_attention_under_brief_windows_has_eight_programs_of_one_warp_a_processo
         assert kernel.grid == (8 * 132,), kernel
 
 
+@pytest.mark.slow
 def test_attention_converts_fp8_in_pairs():
     kernels = {kernel.name: kernel for kernel in compile_job(compile_decoding_of_fp8, 90)}
 
@@ -340,6 +345,7 @@ def test_attention_converts_fp8_in_pairs():
     assert prefill.loop_instructions <= 495, prefill
 
 
+@pytest.mark.slow
 def test_attention_takes_e5m2_as_halves_without_conversions():
     kernels = {kernel.name: kernel for kernel in compile_job(compile_decoding_of_e5m2, 90)}
 
@@ -357,6 +363,7 @@ def compile_soft_cap():
     launch(head_dim=128, num_heads=32, num_kv_heads=16, soft_cap=50.0)
 
 
+@pytest.mark.slow
 def test_attention_caps_scores_with_few_instructions():
     kernels = {kernel.name: kernel for kernel in compile_job(compile_soft_cap, 90)}
 
@@ -368,6 +375,7 @@ def test_attention_caps_scores_with_few_instructions():
 DRAFTING_JOBS = [90, pytest.param(89, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", DRAFTING_JOBS)
 def test_attention_of_many_rows_of_drafted_tokens_fits_into_registers(capability):
     kernels = compile_job(compile_drafted_tokens_of_wide_groups, capability)
@@ -470,6 +478,7 @@ SPILLED_BYTES_OF_WIDE_HEADS = {(compile_wide_heads_in_fp8, 89): 8}
 """One number, outside the loop; 8 warps would spill none, and leave room for half the programs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "capability"), WIDE_JOBS)
 def test_attention_of_wide_heads_compiles_to_large_tiles_without_spills(job, capability):
     is_float32 = job.__name__.startswith("compile_wide_heads_in_float32")

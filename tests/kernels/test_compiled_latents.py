@@ -123,6 +123,7 @@ def test_latent_attention_in_float32_over_other_floats_fits_into_shared_memory(c
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "capability"), JOBS)
 def test_latent_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, capability):
     kernels = compile_job(job, capability)

@@ -237,6 +237,7 @@ def compile_rings():
         causal_conv(torch.empty_like(x), states, x, weight, bounds, slots, slots, **counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_rings_compile_without_spills(capability):
     kernels = compile_job(compile_rings, capability)

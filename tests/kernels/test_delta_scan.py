@@ -398,6 +398,7 @@ def compile_channels_as_anywhere():
     compile_scans(channels=True, is_portable=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [compile_heads, compile_channels])
 def test_delta_scan_whose_loads_run_ahead_compiles_to_warpgroup_products(job):
     kernels = compile_job(job, HOPPER)
@@ -427,6 +428,7 @@ def compile_few_and_many():
         delta_scan(tensors["v"], states, **tensors, **slots, query_starts=starts)
 
 
+@pytest.mark.slow
 def test_delta_scan_of_few_heads_leaves_hoppers_own_kernel_out():
     """Two requests of 32 heads have 128 programs of it, on 132 processors."""
     kernels = compile_job(compile_few_and_many, HOPPER)
@@ -445,9 +447,8 @@ def test_delta_scan_of_few_heads_leaves_hoppers_own_kernel_out():
         assert 3 * (kernel.shared_bytes + 1024) <= 228 << 10
 
 
-@pytest.mark.parametrize(
-    "capability", [80, 90, *(pytest.param(n, marks=pytest.mark.slow) for n in (89, 120))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 89, 120])
 @pytest.mark.parametrize("job", [compile_heads_as_anywhere, compile_channels_as_anywhere])
 def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capability):
     kernels = compile_job(job, capability)

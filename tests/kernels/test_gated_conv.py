@@ -217,6 +217,7 @@ def compile_gated():
             causal_conv(out, states, **tensors, **slots, query_starts=i32([0, 100, 200, 300]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_gated_convolutions_compile_without_spills(capability):
     steps, prompts = compile_job(compile_gated, capability)

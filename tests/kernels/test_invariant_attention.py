@@ -56,11 +56,14 @@ def results_in_pieces(batch: Batch, cuts, **plan) -> torch.Tensor:
             Shape(requests=((NUM_TOKENS, NUM_TOKENS),), dtype=torch.bfloat16, num_heads=14),
             marks=pytest.mark.slow,
         ),
-        Shape(
-            requests=((NUM_TOKENS, NUM_TOKENS),),
-            dtype=torch.bfloat16,
-            pages_dtype=torch.float8_e4m3fn,
-            page_tokens=48,
+        pytest.param(
+            Shape(
+                requests=((NUM_TOKENS, NUM_TOKENS),),
+                dtype=torch.bfloat16,
+                pages_dtype=torch.float8_e4m3fn,
+                page_tokens=48,
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["float32", "bfloat16", "fp8_in_pages_of_48"],

@@ -255,6 +255,7 @@ def compile_kv_store(dtype, pages):
         kv_store(k, k, layer[..., :head_dim], layer[..., head_dim:], slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "capability"),
     [

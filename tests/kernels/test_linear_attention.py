@@ -110,6 +110,7 @@ def compile_linear_attention():
             state_update(x, states, x, dt, rates, x, x, slots, slots, dt_softplus=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_linear_attention_compiles_without_spills(capability):
     kernels = compile_job(compile_linear_attention, capability)

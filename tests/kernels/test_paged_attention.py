@@ -122,7 +122,10 @@ def test_paged_attention_of_wide_heads_in_halves_has_option(options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [272, 320, 328, 384, 512])
+@pytest.mark.parametrize(
+    "head_dim",
+    [272, 512, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (320, 328, 384))],
+)
 def test_paged_attention_computes_halves_of_any_head_dim(head_dim, dtype):
     shape = replace(WIDE, head_dim=head_dim, dtype=dtype, num_padding_tokens=3)
 

@@ -322,6 +322,7 @@ def compile_store(dtype, stored):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "capability"),
     [
@@ -353,6 +354,7 @@ def compile_decoding():
         )
 
 
+@pytest.mark.slow
 def test_decoding_with_slot_scales_takes_few_instructions_a_tile():
     kernels = [k for k in compile_job(compile_decoding, 90) if k.name == "attention_decode_kernel"]
 
@@ -386,8 +388,9 @@ def compile_queries_in_float32():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [compile_drafts, compile_queries_in_float32])
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_decoding_with_slot_scales_spills_nothing(job, capability):
     kernels = compile_job(job, capability)
 

@@ -220,14 +220,13 @@ PRODUCTS = 2 * (576 // 16 + 2 * 64 // 16)
 """Of a step, of both groups of warps: scores of 64 keys, then half of the values of 128."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
         compile_large_models,
-        *(
-            pytest.param(job, marks=pytest.mark.slow)
-            for job in (compile_drafted_tokens, compile_fp8)
-        ),
+        compile_drafted_tokens,
+        compile_fp8,
     ],
 )
 def test_specialized_latents_compile_without_spills(job):

@@ -232,12 +232,13 @@ def compile_options():
         launch(head_dim=head_dim, page_tokens=128, is_warp_specialized=True, is_causal=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
         compile_the_usual_head,
-        pytest.param(compile_other_heads, marks=pytest.mark.slow),
-        pytest.param(compile_options, marks=pytest.mark.slow),
+        compile_other_heads,
+        compile_options,
     ],
 )
 def test_specialized_prefill_compiles_without_spills(job):

@@ -585,7 +585,8 @@ def compile_replays():
                 )
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
 def test_state_replay_compiles_to_wide_loads_of_a_state(capability):
     kernels = compile_job(compile_replays, capability)
 

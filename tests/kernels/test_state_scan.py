@@ -845,6 +845,7 @@ def launch(kind, shape, dtype, state_dtype, *, segment_tokens=None, **choice):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_state_scan_of_channels_compiles_without_spills(capability):
     kernels = compile_job(compile_channels, capability)
@@ -858,6 +859,7 @@ def test_state_scan_of_channels_compiles_without_spills(capability):
         assert kernel.counts["store_128"] >= 1, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capability):
     kernels = compile_job(compile_heads_as_anywhere, capability)
@@ -883,6 +885,7 @@ def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capa
             assert kernel.loop_instructions <= (630 if kernel.num_warps > 4 else 800), kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_state_scan_of_narrow_states_compiles_with_all_its_descriptors(capability):
     kernels = compile_job(compile_narrow_heads, capability)
@@ -890,6 +893,7 @@ def test_state_scan_of_narrow_states_compiles_with_all_its_descriptors(capabilit
     assert all(kernel.stack_bytes <= 8 for kernel in kernels), kernels
 
 
+@pytest.mark.slow
 def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
     kernels = compile_job(compile_shared, 90)
 
@@ -910,6 +914,7 @@ def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
         assert kernel.num_lost_descriptors == 0, kernel
 
 
+@pytest.mark.slow
 def test_state_scan_whose_warps_specialise_compiles_without_spills():
     kernels = compile_job(compile_lone, 90)
 
@@ -927,6 +932,7 @@ def test_state_scan_whose_warps_specialise_compiles_without_spills():
         assert kernel.num_lost_descriptors == 0, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_state_scan_in_segments_compiles_without_spills(capability):
     kernels = compile_job(compile_segments_as_anywhere, capability)
@@ -950,6 +956,7 @@ def test_state_scan_in_segments_compiles_without_spills(capability):
             assert kernel.stack_bytes <= 32, kernel
 
 
+@pytest.mark.slow
 def test_state_scan_in_segments_compiles_to_warpgroup_products_on_hopper():
     kernels = compile_job(compile_shared, 90)
 

@@ -255,6 +255,7 @@ def compile_updates():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_state_update_compiles_to_wide_loads_of_a_row_in_one_warp(capability):
     kernels = compile_job(compile_updates, capability)

@@ -223,7 +223,8 @@ def compile_all():
     compile_scores(torch.float32, 64, None)
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 80])
 def test_token_scores_compile_without_spills(capability):
     for kernel in compile_job(compile_all, capability):
         assert kernel.stack_bytes == 0, kernel

@@ -255,6 +255,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "capability"), JOBS)
 def test_other_widths_compile_to_wide_loads_and_tensor_cores_without_spills(job, capability):
     kernels = compile_job(job, capability)

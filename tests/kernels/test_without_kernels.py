@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[2]
     "files",
     [
         ["references_on_cpu.py"],
-        ["test_attention_arguments.py", "test_kv_store.py", "test_latent_store.py"],
+        pytest.param(
+            ["test_attention_arguments.py", "test_kv_store.py", "test_latent_store.py"],
+            marks=pytest.mark.slow,
+        ),
         ["test_recurrent_calls.py", "test_pages.py", "test_attention_merge.py"],
     ],
     ids=["results", "attention", "states_and_pages"],

@@ -274,7 +274,13 @@ def served(geometry, seed, *, num_host_large_pages, num_steps=60, per_table=5):
     return pressure
 
 
-LONG = {"large_pages_of_one_image", "attention_of_two_models", "type_from_outside"}
+LONG = {
+    "large_pages_of_one_image",
+    "attention_of_two_models",
+    "type_from_outside",
+    "states_of_drafted_tokens",
+    "vision",
+}
 """Geometries that take longest. Other ones have page tables of the same kinds."""
 
 GEOMETRIES = [

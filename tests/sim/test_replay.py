@@ -266,6 +266,7 @@ def most_bytes_of(num_requests):
         gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_requests(monkeypatch):
     # What a trace may grow to in a long run must be reached in the shorter of these two.
     monkeypatch.setattr("jenga.sim.replays.replay.MOST_WAITING", 16)

@@ -106,6 +106,7 @@ STORED = {
 """Values of --kv-cache-dtype -> element type of the pages."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [

@@ -35,6 +35,7 @@ def run(run_engine, tiny_model):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float16"])
 def test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds(cache_dtype, run):
     ours = run("gemma3", "float32", cache_dtype=cache_dtype)
@@ -44,6 +45,7 @@ def test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds(cache_dtype, run
     assert any(output["cached_tokens"] for output in ours["outputs"])
 
 
+@pytest.mark.slow
 def test_latents_of_a_model_in_float32_are_read_from_a_cache_of_16_bits(run):
     # A chunk of a prompt reads its own latents as they were before they were stored.
     rounds = {"stores_rounded_to": "bfloat16"}
@@ -61,6 +63,7 @@ def test_a_model_in_float16_is_served_with_a_cache_in_bfloat16(run):
     assert_same_generation(ours, stock, tolerance=BFLOAT16_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_cache_in_float16_holds_what_a_model_in_bfloat16_stores(run):
     ours = run("gemma3", "bfloat16", cache_dtype="float16")
 

@@ -45,6 +45,7 @@ def test_engine_generates_what_a_dense_model_generates_and_finds_its_prefixes(mo
     assert hits_of(ours) == [0] * 4 + [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_layers_that_read_the_keys_and_values_of_others_take_no_bytes(model, run_engine):
     result = run_engine(model, [], script="arena_process.py", options=JENGA, by_references=True)
 

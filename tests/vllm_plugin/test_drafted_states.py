@@ -216,6 +216,7 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, seed, config, exp
             check_close(states[page], exact_state, plain_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [in_order_of_first_runner, in_order_of_second_runner])
 @pytest.mark.parametrize("history_tokens", [2 * SLOTS, pytest.param(16, marks=pytest.mark.slow)])
 def test_random_drafts_in_one_slot_leave_no_trace(history_tokens, order, config, expected):

@@ -56,6 +56,7 @@ def second_runner_drops_long_images():
     return runner == "1" and vllm.__version__.startswith("0.32.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "image_tokens"),
     # With the tokens around an image that come with it.

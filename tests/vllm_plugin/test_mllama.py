@@ -78,6 +78,7 @@ MIXED = [
 """Prompts that begin with an image, have text around one, have none, and end with one."""
 
 
+@pytest.mark.slow
 def test_text_attends_to_the_images_before_it(compare):
     ours = compare(MIXED)
 

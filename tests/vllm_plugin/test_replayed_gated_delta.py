@@ -217,6 +217,7 @@ def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
         check_close(ours[name], exact, want[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "stored"),
     [
@@ -311,6 +312,7 @@ def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(kind, confi
     check_close(out, exact[32:], naive[32:])
 
 
+@pytest.mark.slow
 @ALL_KINDS
 @pytest.mark.parametrize(
     ("order", "history_tokens"),

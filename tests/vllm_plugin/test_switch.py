@@ -185,6 +185,7 @@ def test_four_bits_an_element_are_refused_for_heads_whose_rows_would_not_be_alig
         checked_backend_path(layer._replace(head_size=80))
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_host_memory_is_asked_for_as_in_stock_vllm_and_takes_no_connector(tiny_model):
     code = (
@@ -425,6 +426,7 @@ WITHOUT_A_NAME = """
 MISSING_NAME = "vLLM has no vllm.config.vllm.VllmConfig.try_verify_and_update_config"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("is_known_early", [False, True])
 def test_a_vllm_without_the_names_that_selecting_takes_is_left_as_it_is(is_known_early):

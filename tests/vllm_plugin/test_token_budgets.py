@@ -57,6 +57,7 @@ def test_an_engine_keeps_what_a_dense_model_chooses(llama, run_engine):
     assert is_same == [True, False, False, False, False]
 
 
+@pytest.mark.slow
 def test_budgets_above_every_prompt_change_no_token(llama, run_engine):
     above = FIXED | {"layers": [256, 256, 256]}
 

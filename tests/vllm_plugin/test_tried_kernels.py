@@ -366,6 +366,7 @@ def test_ranks_that_ask_at_one_time_hold_one_trial(run_ranks):
     assert all("CHOSEN None" in each for each in said)
 
 
+@pytest.mark.slow
 def test_a_trial_that_runs_out_of_time_is_not_repeated_by_other_ranks(run_ranks):
     said, num_held = run_ranks(4, ends="never", start_s=3.0, ended_s=60.0)
 
@@ -374,6 +375,7 @@ def test_a_trial_that_runs_out_of_time_is_not_repeated_by_other_ranks(run_ranks)
     assert sum("Trying the specialised kernels of state_scan" in each for each in said) == 1
 
 
+@pytest.mark.slow
 def test_waiting_for_another_rank_has_a_limit(run_ranks, tmp_path):
     """Also where that one never lets the lock go."""
     (first,), _ = run_ranks(1, ends="0")

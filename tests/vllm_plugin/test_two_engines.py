@@ -7,7 +7,13 @@ from tests.vllm_plugin.engine_process import prompts_of_lengths
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
+@pytest.mark.parametrize(
+    "runner",
+    [
+        pytest.param("0", id="first_runner"),
+        pytest.param("1", id="second_runner", marks=pytest.mark.slow),
+    ],
+)
 def test_engines_of_one_process_do_not_see_each_other(runner, tiny_model, run_engine):
     models = [str(tiny_model(name)) for name in ("granite_hybrid", "granite_hybrid_64")]
     prompts = prompts_of_lengths((40, 100, 150, 70), seed=1, shared_tokens=33)
