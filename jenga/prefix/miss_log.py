@@ -93,8 +93,9 @@ class Miss:
 def missed_tokens(miss: Miss) -> dict[str, int]:
     """Return reason -> tokens of a look-up that were not found.
 
-    Reasons without tokens are left out. The reasons are `never cached`, `evicted: CAUSE`, `evicted: other` for losses that the record
-    does not name, `cached, checkpoint lost: CAUSE`, and `cached, no checkpoint`.
+    The reasons are `never cached`, `evicted: CAUSE`, `evicted: other` for losses that the record
+    does not name, `cached, checkpoint lost: CAUSE`, and `cached, no checkpoint`. Reasons without
+    tokens are left out.
     """
     tokens = Counter({"never cached": miss.never_tokens})
     for each in miss.losses:

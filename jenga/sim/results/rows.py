@@ -189,7 +189,7 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissRow:
-    """What a request found at an admission, and why not more. See `jenga.prefix.miss_log`.
+    """Tokens that a request found at an admission, and why not more. See `jenga.prefix.miss_log`.
 
     Attributes:
         run: Name of the run, which all rows of a replay have.
@@ -430,7 +430,7 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
     if get_origin(hint) is list and isinstance(value, list):
         losses = [_object(each) for each in cast("list[object]", value)]
         if None in losses:
-            msg = f"{where}: {name} must hold objects, got {_shown(value)}"
+            msg = f"{where}: {name} must hold objects, got {_shown(cast('object', value))}"
             raise ValueError(msg)
         return [_record(LossTokens, each, where) for each in losses if each is not None]
     if isinstance(hint, UnionType):
