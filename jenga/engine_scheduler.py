@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from jenga.prefix.eviction_log import Eviction
+from jenga.prefix.miss_log import Miss
 from jenga.sim.arenas.jenga_arena import ManagedMemory
 from jenga.sim.arenas.vllm_arena import StockMemory
 from jenga.sim.arenas.vllm_plan import NEVER, attention_specs, plan_stock
@@ -241,6 +242,9 @@ class _SeenMemory:
 
     def take_evictions(self) -> list[Eviction]:
         return self._memory.take_evictions()
+
+    def take_misses(self) -> list[Miss]:
+        return self._memory.take_misses()
 
     @property
     def moved_bytes(self) -> MovedBytes:

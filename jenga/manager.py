@@ -19,8 +19,9 @@ from jenga.geometry import Geometry, check_geometry
 from jenga.policies import NEVER, Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoints import ANSWER_TOKENS
-from jenga.prefix.eviction_log import Eviction, EvictionLog
+from jenga.prefix.eviction_log import Eviction
 from jenga.prefix.host_cache import HostReport
+from jenga.prefix.miss_log import Miss
 from jenga.prefix.prefetch import STEP_BYTES
 from jenga.prefix.prefix_cache import PrefixCache
 from jenga.prefix.running_images import RunningImages
@@ -726,9 +727,11 @@ class Manager:
         return self._changes.take_changes() if self._changes is not None else []
 
     def record_evictions(self) -> None:
-        """Record lost checkpoints from now on. Call `take_evictions` often then."""
-        if self.prefix_cache.tree.log is None:
-            self.prefix_cache.tree.log = EvictionLog()
+        """Record lost checkpoints from now on, and what admitted requests found.
+
+        Call `take_evictions` and `take_misses` often then.
+        """
+        self.prefix_cache.record_evictions()
 
     def take_evictions(self) -> list[Eviction]:
         """Return the checkpoints that were lost since the last call, in order.
@@ -738,6 +741,14 @@ class Manager:
         """
         log = self.prefix_cache.tree.log
         return log.take_evictions() if log is not None else []
+
+    def take_misses(self) -> list[Miss]:
+        """Return what each request found that was admitted with a hit since the last call.
+
+        A hit of 0 tokens counts. The list is empty before `record_evictions`.
+        """
+        log = self.prefix_cache.tree.log
+        return log.misses.take_misses() if log is not None else []
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. While requests run, return False and forget nothing."""

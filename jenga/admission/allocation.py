@@ -119,6 +119,8 @@ class PageAllocation:
             if self._prefetch is not None:
                 self._prefetch.refuse_unloaded(request_id, start.hit, reserve_large_pages)
             # Sharing makes pages used. From here on nothing may be refused.
+            if self._tree.log is not None:
+                self._tree.log.misses.record_lookup(request_id, start.hit)
             self._hits.share_pages(start)
             if self._host is not None:
                 self._host.pin_hit(start.hit)
@@ -126,7 +128,6 @@ class PageAllocation:
         if any(needs):
             apart = needs if request.is_packed else growth.apart(request, needs, expected)
             taken = self._take_new(request_id, request, needs, apart, reserve_large_pages)
-            self._eviction_notices.deliver()
             growth.append(request, taken)
         if start is not None:
             # This comes first, because a loaded page may overwrite a state that was kept.
@@ -181,6 +182,8 @@ class PageAllocation:
                 held=request.pages.small_pages,
                 is_packed=request.is_packed,
             )
+            if taken is not None:
+                self._eviction_notices.deliver()
             if log is not None:
                 log.for_request = ""
             if taken is not None:
@@ -276,10 +279,10 @@ class PageAllocation:
             pages = small_pages[index]
             beside = pages[-1] if pages else NULL_PAGE
             taken[index] = tables[index].take(1, expected_pages, request.owner, budget, beside)
-        if self._tree.log is not None:
-            self._tree.log.for_request = ""
         self._growth.append_next(request, needs, taken)
         self._eviction_notices.deliver()
+        if self._tree.log is not None:
+            self._tree.log.for_request = ""
         return taken
 
     def _require_room(

@@ -828,6 +828,8 @@ class CheckpointTree:
         """Remove a node that nothing needs, unless it was removed before."""
         if not node.is_removed:
             self._prune(node)
+            if self.log is not None:
+                self.log.record_moved_pages(node.left_by)
 
     # Waiting requests
 
@@ -1155,6 +1157,8 @@ class CheckpointTree:
         if unused:
             if host is not None:
                 host.store(table, unused)
+            if self.log is not None:
+                self.log.misses.lose_pages(table, unused)
             table.discard(unused)
             self.num_lost_bytes += len(unused) * table.spec.small_page_bytes
         if host is not None and len(unused) < len(pages):

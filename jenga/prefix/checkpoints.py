@@ -266,11 +266,12 @@ class Checkpoints:
         for table in self.states:
             needs[table.index] = 1
         taken = self._allocator.take(needs, needs, owner=request.owner)
+        if taken is not None:
+            self._eviction_notices.deliver()
         if self._tree.log is not None:
             self._tree.log.for_request = ""
         if taken is None:
             return None
-        self._eviction_notices.deliver()
         return [StatePage(table.index, taken[table.index][0]) for table in self.states]
 
     def may_pass_more(self, request: Request) -> bool:

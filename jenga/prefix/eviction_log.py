@@ -4,13 +4,15 @@ Loose pages are not recorded. No checkpoint needs them, so their eviction shorte
 checkpoint promises. `jenga.tables.stats.CacheReport` counts them by cause.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
 
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past, Point
+from jenga.prefix.miss_log import LOOSE, Loss, MissLog
+from jenga.tables.page_table import Table
 
 
 class EvictionCause(StrEnum):
@@ -70,12 +72,19 @@ class EvictionLog:
 
     Attributes:
         for_request: Name of the request whose pages are being allocated. Empty if there is none.
+        misses: Record of look-ups, which remembers losses.
     """
 
-    __slots__ = ("_evictions", "for_request")
+    __slots__ = ("_evictions", "_num_taken", "for_request", "misses")
 
-    def __init__(self) -> None:
-        """Start without losses."""
+    def __init__(self, misses: MissLog) -> None:
+        """Start without losses.
+
+        Args:
+            misses: Record of look-ups.
+        """
+        self.misses = misses
+        self._num_taken = 0
         self.for_request = ""
         self._evictions: list[Eviction] = []
 
@@ -104,11 +113,13 @@ class EvictionLog:
         has_end = cause == EvictionCause.END
         last = node if has_end else node.kept_before
         for_memory = cause in {EvictionCause.CHECKPOINT, EvictionCause.END}
+        for_request = self.for_request if for_memory else ""
+        self.misses.record_loss(Loss(cause, self._num_taken, node.left_by, for_request), point.key)
         self._evictions.append(
             Eviction(
                 cause=cause,
                 left_by=node.left_by,
-                for_request=self.for_request if for_memory else "",
+                for_request=for_request,
                 key=point.key,
                 kind=point.kind,
                 past=point.past,
@@ -120,8 +131,23 @@ class EvictionLog:
             )
         )
 
+    def record_moved_pages(self, left_by: str) -> None:
+        """Give the reason for pages lost with a checkpoint whose states were moved before."""
+        self.misses.record_loss(Loss(EvictionCause.MOVED, self._num_taken, left_by, ""))
+
+    def record_loose(self, tables: Sequence[Table]) -> None:
+        """Record the evicted pages that page tables are about to forget. No checkpoint needs them.
+
+        Args:
+            tables: All page tables.
+        """
+        for table in tables:
+            self.misses.lose_pages(table, table.pages.evicted)
+        self.misses.record_loss(Loss(LOOSE, self._num_taken, "", self.for_request))
+
     def take_evictions(self) -> list[Eviction]:
         """Return all losses since the last call, in order."""
         evictions = self._evictions
         self._evictions = []
+        self._num_taken += 1
         return evictions

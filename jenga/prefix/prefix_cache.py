@@ -10,9 +10,11 @@ from jenga.policies import RequestFacts
 from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.prefix.checkpoints import Checkpoints
 from jenga.prefix.copy_orders import CopyOrders
+from jenga.prefix.eviction_log import EvictionLog
 from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.prefix.lookup import longest_prefix
+from jenga.prefix.miss_log import MissLog
 from jenga.prefix.prefetch import Prefetch
 from jenga.prefix.start_from_hit import HitStarts
 from jenga.prefix.write_back import WriteBack
@@ -259,6 +261,12 @@ class PrefixCache:
 
     # The cache as a whole
 
+    def record_evictions(self) -> None:
+        """Record lost checkpoints and look-ups from now on."""
+        if self.tree.log is None:
+            misses = MissLog(self._tables, self.host, hash_tokens=self._hash_tokens)
+            self.tree.log = self.eviction_notices.log = EvictionLog(misses)
+
     def clear(self) -> None:
         """Forget all cached content. No request may run."""
         for table in self._tables:
@@ -269,6 +277,8 @@ class PrefixCache:
         self.copies.cancel_copies()
         if self.host is not None:
             self.host.clear()
+        if self.tree.log is not None:
+            self.tree.log.misses.clear()
         self._num_losses += 1
 
     def check(self) -> None:

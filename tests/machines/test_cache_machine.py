@@ -18,7 +18,14 @@ from jenga.eviction.points import Kind
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.prefix.eviction_log import EvictionCause
-from jenga.spec import CrossAttention, ImageEmbedding
+from jenga.prefix.miss_log import LOOSE, MOST_LOSSES
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    SlidingWindow,
+)
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
@@ -62,6 +69,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.runs = {}
         self.waiting = {}
         self.num_runs = self.num_evicted = 0
+        # Names of all content that was cached since the last reset, and all losses since the start.
+        self.ever = [set() for _ in self.geometry.page_tables]
+        self.lost_checkpoints = {}
+        self.losses = []
         states = [table.layer_type for table in self.geometry.page_tables if table.is_state]
         self.has_states = bool(states)
         self.draft_tokens = max((state.draft_tokens for state in states), default=0)
@@ -158,7 +169,9 @@ class CacheMachine(RuleBasedStateMachine):
             )
         except OutOfPagesError:
             assert dump(self.manager) == before
+            assert self.manager.take_misses() == []
             return False
+        self._check_miss(run, hit)
         run.processed = hit.num_tokens
         run.scheduled = num_tokens - hit.num_tokens
         for index, pages in enumerate(hit.pages):
@@ -183,6 +196,63 @@ class CacheMachine(RuleBasedStateMachine):
         self.runs[run.request_id] = run
         self._commit(run)
         return True
+
+    def _check_miss(self, run, hit):
+        """Compare the record of an admission with what was cached and lost before it."""
+        (miss,) = self.manager.take_misses()
+        hashes = run.hashes(HASH_TOKENS)
+        assert miss.request == run.request_id
+        assert (miss.asked_tokens, miss.found_tokens) == (hit.asked_tokens, hit.num_tokens)
+        missing = range(hit.num_tokens, hit.asked_tokens)
+        ends = [end for end in missing if hashes[end // HASH_TOKENS] in self.lost_checkpoints]
+        end = (ends[-1] // HASH_TOKENS + 1) * HASH_TOKENS if ends else 0
+        lost = self.lost_checkpoints.get(hashes[ends[-1] // HASH_TOKENS]) if ends else None
+        index = self._guide()
+        kinds = {"never": 0, "evicted": 0, "bare": 0, "bare after a loss": 0}
+        for token in missing:
+            key = self._key_of(index, hashes, token)
+            if index is None:
+                kind = "evicted" if token < end else "never"
+            elif key in self.found[index] or key in self.hosted[index]:
+                kind = "bare"
+                slots = self.geometry.page_tables[index].tokens_per_page
+                page_end = min(hit.asked_tokens, (token // slots + 1) * slots)
+                kinds["bare after a loss"] += page_end <= end
+            else:
+                kind = "evicted" if key in self.ever[index] else "never"
+            kinds[kind] += 1
+        assert kinds["never"] == miss.never_tokens
+        assert kinds["evicted"] == miss.evicted_tokens
+        assert kinds["bare"] == miss.bare_tokens
+        of_bare = {each.loss: each.bare_tokens for each in miss.losses if each.bare_tokens}
+        assert len(of_bare) <= 1
+        if len(miss.losses) < MOST_LOSSES:
+            assert sum(of_bare.values()) == kinds["bare after a loss"]
+            assert sum(each.evicted_tokens for each in miss.losses) == miss.evicted_tokens
+        for loss in of_bare:
+            assert lost == (loss.cause, loss.left_by, loss.for_request)
+        for loss in (each.loss for each in miss.losses if each.loss.cause != LOOSE):
+            there = self.losses[loss.taken]
+            assert (loss.cause, loss.left_by, loss.for_request) in there
+
+    def _guide(self):
+        """The page table whose content is looked at, if any: one that keeps whole prefixes."""
+        kinds = [type(table.layer_type) for table in self.geometry.page_tables]
+        for wanted in ({FullAttention}, {SlidingWindow, ChunkedLocal}):
+            for index, kind in enumerate(kinds):
+                if kind in wanted:
+                    return index
+        return None
+
+    def _key_of(self, index, hashes, token):
+        if index is None:
+            return None
+        slots = self.geometry.page_tables[index].tokens_per_page
+        page = token // slots
+        if slots < HASH_TOKENS:
+            return hashes[token // HASH_TOKENS], page % (HASH_TOKENS // slots)
+        last = (page + 1) * slots // HASH_TOKENS - 1
+        return hashes[last] if last < len(hashes) else None
 
     def _commit(self, run):
         num_tokens = run.processed + run.scheduled - run.rejected
@@ -260,6 +330,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         assert self.manager.reset_prefix_cache() == (not self.runs)
+        if not self.runs:
+            self.lost_checkpoints.clear()
+            for keys in self.ever:
+                keys.clear()
 
     @invariant()
     def books_balance(self):
@@ -277,6 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
             if change.is_found:
                 assert found.isdisjoint(change.keys)
                 found.update(change.keys)
+                self.ever[change.table_index].update(change.keys)
             else:
                 assert found.issuperset(change.keys)
                 found.difference_update(change.keys)
@@ -291,6 +366,9 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         evictions = self.manager.take_evictions()
+        self.losses.append({(each.cause, each.left_by, each.for_request) for each in evictions})
+        for each in evictions:
+            self.lost_checkpoints[each.key] = (each.cause, each.left_by, each.for_request)
         for each in evictions:
             is_cut = each.cause == EvictionCause.END
             assert 0 <= each.kept_tokens <= each.num_tokens - is_cut

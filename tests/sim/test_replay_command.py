@@ -6,7 +6,15 @@ import re
 import pytest
 
 from jenga.cli import main
-from jenga.sim.results.rows import EvictionRow, RequestRow, RunRow, StepRow, SummaryRow, read_rows
+from jenga.sim.results.rows import (
+    EvictionRow,
+    MissRow,
+    RequestRow,
+    RunRow,
+    StepRow,
+    SummaryRow,
+    read_rows,
+)
 
 SMALL = ["--model", "llama-3.2-1b", "--arena", "40MB", "--quiet"]
 TRACE = ["--trace", "articles:n=3,questions=2,tokens=160,output=4"]
@@ -106,7 +114,9 @@ def test_eviction_rows_say_whose_checkpoints_were_lost_for_whom_and_why(capsys, 
     rows = list(read_rows(path))
     names = {row.request for row in rows if isinstance(row, RequestRow)}
     evictions = [row for row in rows if isinstance(row, EvictionRow)]
-    assert plain.out == told.out
+    plain_lines, told_lines = plain.out.splitlines(), told.out.splitlines()
+    assert told_lines[:6] == plain_lines[:6]
+    assert not any("tokens not found" in line for line in plain_lines)
     assert not without
     assert evictions
     for row in evictions:
@@ -114,6 +124,22 @@ def test_eviction_rows_say_whose_checkpoints_were_lost_for_whom_and_why(capsys, 
         assert row.cause in {"checkpoint", "end"}
         assert row.kept_tokens < row.num_tokens
     assert [row.step for row in evictions] == sorted(row.step for row in evictions)
+    misses = [row for row in rows if isinstance(row, MissRow)]
+    assert [row.request for row in misses] == [str(number) for number in range(12)]
+    rows_of = {(row.step, row.cause, row.left_by, row.for_request) for row in evictions}
+    for row in misses:
+        missing = row.never_tokens + row.evicted_tokens + row.bare_tokens
+        assert missing == row.asked_tokens - row.found_tokens
+        assert (row.table, row.layer_type) == ("full", "full")
+        assert {(each.step, each.cause, each.left_by, each.for_request) for each in row.losses} <= (
+            rows_of
+        )
+    evicted = [line.split() for line in told_lines if "evicted: end" in line]
+    assert sum(row.evicted_tokens for row in misses) > 0
+    assert evicted[0][:4] == ["llama-3.2-1b", "jenga", "evicted:", "end"]
+    found = sum(row.found_tokens for row in misses)
+    of_last = rows[-1].missed_tokens
+    assert sum(of_last.values()) == sum(row.asked_tokens for row in misses) - found
 
 
 def test_progress_is_on_standard_error_and_leaves_nothing(capsys):

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from jenga.sim.results.rows import (
+    LossTokens,
+    MissRow,
     RequestRow,
     RunRow,
     Spread,
@@ -51,6 +53,29 @@ ROWS = [
         finished_s=1.0,
         num_preemptions=0,
     ),
+    MissRow(
+        run="a",
+        step=2,
+        time_s=0.5,
+        request="1",
+        asked_tokens=64,
+        found_tokens=16,
+        table="full",
+        layer_type="full",
+        never_tokens=16,
+        evicted_tokens=32,
+        bare_tokens=0,
+        losses=[
+            LossTokens(
+                cause="end",
+                step=1,
+                left_by="0",
+                for_request="1",
+                evicted_tokens=32,
+                bare_tokens=0,
+            )
+        ],
+    ),
     SummaryRow(
         run="a",
         num_steps=3,
@@ -67,6 +92,7 @@ ROWS = [
         requests_per_s=1.0,
         tokens_per_s=2.0,
         ttft_s=Spread(p50=0.25, p90=0.25, p99=0.25, mean=0.25),
+        missed_tokens={"never cached": 16, "evicted: end": 32},
     ),
 ]
 
@@ -86,14 +112,14 @@ def test_every_line_names_its_kind_and_its_run(tmp_path):
     write_rows(path, ROWS)
 
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["kind"] for line in lines] == ["run", "step", "request", "summary"]
+    assert [line["kind"] for line in lines] == ["run", "step", "request", "miss", "summary"]
     assert {line["run"] for line in lines} == {"a"}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "stride"}, "kind must be one of run, step, request, eviction, summary"),
+        ({"kind": "stride"}, "kind must be one of run, step, request, eviction, miss, summary"),
         ({"weight": 1}, "no field 'weight'"),
         ({"num_preemptions": "none"}, "num_preemptions must be of type"),
         ({"finished_s": None}, "finished_s must be of type"),

@@ -180,3 +180,36 @@ def test_a_step_says_which_checkpoints_were_lost_since_the_one_before(tmp_path):
     assert {each["for_request"] for each in evictions} == {"second"}
     assert (evictions[0]["cause"], evictions[0]["point"]) == ("checkpoint", "ANSWER_END")
     assert all(each["kept_tokens"] < each["num_tokens"] for each in evictions)
+
+
+def test_a_step_says_what_requests_found_and_which_line_has_the_evictions(tmp_path):
+    layers = (FullAttention(name="full", layers=(Layer(name="layer", slot_bytes=64),)),)
+    geometry = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(geometry, num_large_pages=8, prefix_caching=True)
+    log = MemoryLog(tmp_path / "log.jsonl", manager)
+    for name, text in (("first", "book"), ("second", "text"), ("third", "book")):
+        keys = [f"{text} {end}".encode() for end in range(5)]
+        manager.new_step()
+        log.step()
+        hit = manager.lookup(keys, max_tokens=79)
+        manager.allocate(name, num_tokens=80, hit=hit)
+        manager.commit(name, keys, 80)
+        manager.free(name)
+
+    log.step()
+
+    _, *steps = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert "misses" not in steps[0]
+    misses = [step["misses"][0] for step in steps[1:]]
+    assert [miss["request"] for miss in misses] == ["first", "second", "third"]
+    assert [miss["never_tokens"] for miss in misses] == [64, 64, 0]
+    third = misses[-1]
+    assert third["asked_tokens"] - third["found_tokens"] == third["evicted_tokens"] > 0
+    assert third["table"] == "full"
+    for loss in third["losses"]:
+        line = steps[loss["step"]]
+        assert line["step"] == loss["step"]
+        names = ("cause", "left_by", "for_request")
+        assert [loss[name] for name in names] in [
+            [each[name] for name in names] for each in line["evictions"]
+        ]

@@ -12,6 +12,7 @@ from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.prefix.eviction_log import Eviction
+from jenga.prefix.miss_log import Miss
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.batching.need import Need, encoder_tokens
 from jenga.sim.results.rows import TableBytes
@@ -86,6 +87,10 @@ class ManagedMemory:
     def take_evictions(self) -> list[Eviction]:
         """See `Memory`."""
         return self.manager.take_evictions()
+
+    def take_misses(self) -> list[Miss]:
+        """See `Memory`."""
+        return self.manager.take_misses()
 
     @property
     def moved_bytes(self) -> MovedBytes:

@@ -8,6 +8,7 @@ from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, PageContent
 from jenga.manager import Manager
 from jenga.prefix.eviction_log import Eviction
+from jenga.prefix.miss_log import Miss
 from jenga.sim.arenas.baseline_geometries import StaticPartition
 from jenga.sim.arenas.jenga_arena import HASH_TOKENS, bytes_of
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
@@ -70,6 +71,12 @@ class PartitionedArena:
     def take_evictions(self) -> list[Eviction]:
         """See `Memory`."""
         return [each for manager in self._managers for each in manager.take_evictions()]
+
+    def take_misses(self) -> list[Miss]:
+        """See `Memory`. Each part knows only its own layer type, so nothing is returned."""
+        for manager in self._managers:
+            manager.take_misses()
+        return []
 
     @property
     def moved_bytes(self) -> MovedBytes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jenga.errors import InvariantError
 from jenga.policies import LayerPolicy
 from jenga.prefix.eviction_log import Eviction
+from jenga.prefix.miss_log import Miss
 from jenga.sim.arenas.baseline_geometries import GcdPages
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.results.rows import TableBytes
@@ -84,6 +85,10 @@ class ScatteredArena:
         """See `Memory`. There are no checkpoints."""
 
     def take_evictions(self) -> list[Eviction]:
+        """See `Memory`. There are no checkpoints."""
+        return []
+
+    def take_misses(self) -> list[Miss]:
         """See `Memory`. There are no checkpoints."""
         return []
 

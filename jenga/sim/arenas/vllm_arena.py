@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jenga.prefix.eviction_log import Eviction
+from jenga.prefix.miss_log import Miss
 from jenga.sim.arenas.vllm_plan import (
     DEFAULT_STOCK,
     NEVER,
@@ -125,6 +126,10 @@ class StockMemory:
         """See `Memory`. There are no checkpoints."""
 
     def take_evictions(self) -> list[Eviction]:
+        """See `Memory`. There are no checkpoints."""
+        return []
+
+    def take_misses(self) -> list[Miss]:
         """See `Memory`. There are no checkpoints."""
         return []
 

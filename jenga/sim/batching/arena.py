@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jenga.policies import RequestFacts
 from jenga.prefix.eviction_log import Eviction
+from jenga.prefix.miss_log import Miss
 from jenga.sim.results.rows import TableBytes
 from jenga.sim.workload.requests import Request, prefix_hashes
 
@@ -181,11 +182,15 @@ class Memory(Protocol):
         ...
 
     def record_evictions(self) -> None:
-        """Record lost checkpoints from now on, if the manager has checkpoints."""
+        """Record lost checkpoints and look-ups from now on, if the manager has checkpoints."""
         ...
 
     def take_evictions(self) -> list[Eviction]:
         """Return the checkpoints that were lost since the last call, in order."""
+        ...
+
+    def take_misses(self) -> list[Miss]:
+        """Return what each request found that was admitted since the last call, in order."""
         ...
 
     @property

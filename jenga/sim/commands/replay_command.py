@@ -41,6 +41,7 @@ from jenga.sim.replays.session import (
     outcome_of,
     run_row,
 )
+from jenga.sim.results.rows import SummaryRow
 from jenga.sim.workload.sources import GENERATORS, open_source
 from jenga.spec import ELEMENT_BYTES, check_positive
 
@@ -95,6 +96,12 @@ _WASTE_WORDS = (
     'requests decode as in the largest decode batch. "of bytes %" is the same share of the bytes '
     'summed over all steps in which a request decodes. "evicted" is the number of cached small '
     "pages that were lost."
+)
+
+_MISSED_WORDS = (
+    '"tokens not found" sums the rows of kind miss: all tokens that admitted requests could have '
+    'started from and did not, by reason. "cached" tokens lay in the cache, and no request could '
+    "start from them."
 )
 
 _EXIT_REFUSED = 2
@@ -401,6 +408,7 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
     timed = ["model", "manager", "decode batch", "steps"]
     timed += ["seconds", "requests/s", "tokens/s", "TTFT p50", "TPOT p50"]
     memory, speed = [counted], [timed]
+    missed = [["model", "manager", "tokens not found", "tokens", "%"]]
     policies = {each.row.eviction for each in found if each.row.eviction}
     has_orders = bool(policies - {DEFAULT_POLICY}) or len(policies) > 1
     for each in found:
@@ -438,8 +446,14 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
                 f"{summary.tpot_s.p50:.3g}",
             ]
         )
+        missed += [
+            [row.model, manager, reason, f"{tokens:,}", f"{share:.1f}"]
+            for reason, tokens, share in _missed(summary)
+        ]
     seconds = dict.fromkeys(str(each.row.options["seconds"]) for each in found)
     notes = [_WASTE_WORDS, f"Seconds are modelled: {'; '.join(seconds)}."]
+    if len(missed) > 1:
+        notes.append(_MISSED_WORDS)
     if any(each.summary.waste is None for each in found):
         notes.append(
             "A dash means that no sampled step has a decoding request; give --every 1 to sample "
@@ -452,9 +466,17 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
             "",
             *aligned(speed, alignment="<<" + ">" * (len(timed) - 2)),
             "",
+            *([*aligned(missed, alignment="<<<>>"), ""] if len(missed) > 1 else []),
             *(line for note in notes for line in wrapped(note, width=_WIDTH)),
         ]
     )
+
+
+def _missed(summary: SummaryRow) -> Iterator[tuple[str, int, float]]:
+    """Yield reason, tokens and percentage of the tokens not found, most tokens first."""
+    tokens_of = summary.missed_tokens
+    for reason in sorted(tokens_of, key=tokens_of.__getitem__, reverse=True):
+        yield reason, tokens_of[reason], 100 * tokens_of[reason] / sum(tokens_of.values())
 
 
 def _percent(share: float | None) -> str:

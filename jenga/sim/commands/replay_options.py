@@ -98,7 +98,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--eviction-rows",
         action="store_true",
-        help="also write a row for every checkpoint that is lost: whose, for whom and why",
+        help="also write a row for every checkpoint that is lost: whose, for whom and why; and one "
+        "for every admission: what was found, and why not more; a table sums these up",
     )
     rows.add_argument(
         "--check",

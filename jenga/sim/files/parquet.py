@@ -26,7 +26,8 @@ def write_records(
         path: The file.
         records: Records with values for some columns. Values of a dataclass type are mappings.
         columns: Column -> type of its values: `str`, `bool`, `int`, `float`, `float | None`, a
-            dataclass of those, or a dictionary from strings to such a dataclass or to anything.
+            dataclass of those, a list of such a dataclass, or a dictionary from strings to such a
+            dataclass, to `int` or to anything.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
@@ -127,7 +128,10 @@ def _type(arrow: Any, hint: Any) -> Any:  # noqa: ANN401  pyarrow ships no types
         return arrow.int64()
     if hint in (float, float | None):
         return arrow.float64()
-    if get_origin(hint) is dict:
-        return arrow.map_(arrow.string(), _type(arrow, get_args(hint)[1]))
+    if get_origin(hint) in (dict, list):
+        member = _type(arrow, get_args(hint)[-1])
+        return (
+            arrow.list_(member) if get_origin(hint) is list else arrow.map_(arrow.string(), member)
+        )
     hints = get_type_hints(hint)
     return arrow.struct([(each.name, _type(arrow, hints[each.name])) for each in fields(hint)])

@@ -1,12 +1,22 @@
 """Rows of a replay: some while it runs, and a summary at its end."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jenga.prefix.miss_log import missed_tokens
 from jenga.sim.batching.arena import ActiveRequest
 from jenga.sim.replays.replay import Replay, Step
 from jenga.sim.results.quantiles import Quantiles
-from jenga.sim.results.rows import EvictionRow, RequestRow, Row, StepRow, SummaryRow
+from jenga.sim.results.rows import (
+    EvictionRow,
+    LossTokens,
+    MissRow,
+    RequestRow,
+    Row,
+    StepRow,
+    SummaryRow,
+)
 
 SAMPLED_EVERY = 16
 """Steps between two counts of the arena's bytes. One count costs as much as several steps."""
@@ -21,7 +31,7 @@ class Recording:
         every: Steps between two step rows. These steps are also the sample for waste.
         check_every: Steps between two checks of the manager's records. 0 for no checks.
         keep_requests: Whether each request gets a row.
-        keep_evictions: Whether each lost checkpoint gets a row.
+        keep_evictions: Whether each lost checkpoint and each look-up gets a row.
     """
 
     run: str
@@ -44,6 +54,7 @@ class Recorder:
         self._num_decode_steps = self._num_decoding = 0
         # Number of decoding requests -> [steps sampled, sum of wastes, bytes held, bytes unused].
         self._sampled: dict[int, list[float]] = {}
+        self._missed_tokens: Counter[str] = Counter()
 
     def on_end(self, active: ActiveRequest) -> None:
         """Record times of a request that ended. The replay gets this method as its `on_end`."""
@@ -78,6 +89,7 @@ class Recorder:
             yield from self._request_rows()
             if keeps_evictions:
                 yield from self._eviction_rows(replay, step)
+                yield from self._miss_rows(replay, step)
             if step.num_decoding:
                 self._num_decode_steps += 1
                 self._num_decoding += step.num_decoding
@@ -170,6 +182,34 @@ class Recorder:
                 was_awaited=each.was_awaited,
             )
 
+    def _miss_rows(self, replay: Replay, step: Step) -> Iterator[MissRow]:
+        for each in replay.arena.take_misses():
+            self._missed_tokens.update(missed_tokens(each))
+            yield MissRow(
+                run=self._recording.run,
+                step=step.number,
+                time_s=step.time_s,
+                request=each.request,
+                asked_tokens=each.asked_tokens,
+                found_tokens=each.found_tokens,
+                table=each.table,
+                layer_type=each.layer_type,
+                never_tokens=each.never_tokens,
+                evicted_tokens=each.evicted_tokens,
+                bare_tokens=each.bare_tokens,
+                losses=[
+                    LossTokens(
+                        cause=lost.loss.cause,
+                        step=lost.loss.taken + 1,
+                        left_by=lost.loss.left_by,
+                        for_request=lost.loss.for_request,
+                        evicted_tokens=lost.evicted_tokens,
+                        bare_tokens=lost.bare_tokens,
+                    )
+                    for lost in each.losses
+                ],
+            )
+
     def _summary(self, replay: Replay) -> SummaryRow:
         seconds = replay.time_s - (self._first_arrival_s or 0.0)
         num_decode_steps = self._num_decode_steps
@@ -198,4 +238,5 @@ class Recorder:
             ttft_s=self._first_tokens_s.spread(),
             tpot_s=self._per_tokens_s.spread(),
             e2e_s=self._ends_s.spread(),
+            missed_tokens=dict(self._missed_tokens),
         )

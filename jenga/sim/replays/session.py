@@ -74,7 +74,7 @@ class Settings:
         every: Steps between two step rows.
         check_every: Steps between two checks of the manager's records. 0 for no checks.
         keep_requests: Whether each request gets a row.
-        keep_evictions: Whether each lost checkpoint gets a row.
+        keep_evictions: Whether each lost checkpoint and each look-up gets a row.
         with_bounds: Whether the run's row has the bounds of `jenga.sim.replays.bounds`.
         details: Further options, which are written to the run's row and not read.
     """

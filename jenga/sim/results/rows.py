@@ -167,6 +167,62 @@ class EvictionRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossTokens:
+    """Tokens of one look-up that were not found because of one loss.
+
+    Attributes:
+        cause: Reason: `checkpoint`, `end`, `guess`, `moved` or `loose`.
+        step: Number of the step of the loss. Its eviction row has the same number.
+        left_by: Name of the request that left the checkpoint. Empty for `loose`.
+        for_request: Name of the request that needed the memory. Empty if none did.
+        evicted_tokens: Number of tokens whose content was lost.
+        bare_tokens: Number of tokens whose content is cached, and whose checkpoint was lost.
+    """
+
+    cause: str
+    step: int
+    left_by: str
+    for_request: str
+    evicted_tokens: int
+    bare_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissRow:
+    """Tokens that a request found at an admission, and why not more. See `jenga.prefix.miss_log`.
+
+    Attributes:
+        run: Name of the run, which all rows of a replay have.
+        step: Number of the step, from 1.
+        time_s: Modelled time at which the step begins, in seconds.
+        request: Name of the request.
+        asked_tokens: Number of tokens that it could have started from.
+        found_tokens: Number of tokens that it starts from.
+        table: Name of the page table that allowed no longer prefix. Empty if none did.
+        layer_type: Name of its layer type, or empty.
+        never_tokens: Number of tokens that were never cached, as far as losses are remembered.
+        evicted_tokens: Number of tokens that were cached and were lost.
+        bare_tokens: Number of tokens that are cached, but that no request can start from.
+        losses: The losses that took most of these tokens.
+    """
+
+    kind: ClassVar[str] = "miss"
+
+    run: str
+    step: int
+    time_s: float
+    request: str
+    asked_tokens: int
+    found_tokens: int
+    table: str
+    layer_type: str
+    never_tokens: int
+    evicted_tokens: int
+    bare_tokens: int
+    losses: list[LossTokens] = field(default_factory=list[LossTokens])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """A distribution of modelled seconds."""
 
@@ -207,6 +263,8 @@ class SummaryRow:
         ttft_s: Seconds from arrival to the first token.
         tpot_s: Seconds from one token to the next: the mean of each request with several tokens.
         e2e_s: Seconds from arrival to the last token.
+        missed_tokens: Reason -> tokens that look-ups did not find. Empty if look-ups were not
+            recorded.
     """
 
     kind: ClassVar[str] = "summary"
@@ -234,6 +292,7 @@ class SummaryRow:
     ttft_s: Spread = field(default_factory=Spread)
     tpot_s: Spread = field(default_factory=Spread)
     e2e_s: Spread = field(default_factory=Spread)
+    missed_tokens: dict[str, int] = field(default_factory=dict[str, int])
 
 
 _MOST = (1 << 63) - 1
@@ -245,10 +304,10 @@ _LEAST = {"first_token_s": -1, "finished_s": -1, "worth": -_MOST}
 _SHOWN = 80
 """Most characters of a wrong value that an error shows."""
 
-Row = RunRow | StepRow | RequestRow | EvictionRow | SummaryRow
+Row = RunRow | StepRow | RequestRow | EvictionRow | MissRow | SummaryRow
 
 ROW_KINDS: dict[str, type[Row]] = {
-    kind.kind: kind for kind in (RunRow, StepRow, RequestRow, EvictionRow, SummaryRow)
+    kind.kind: kind for kind in (RunRow, StepRow, RequestRow, EvictionRow, MissRow, SummaryRow)
 }
 """Kinds of rows by name."""
 
@@ -339,7 +398,7 @@ def _object(value: object) -> dict[str, object] | None:
     return cast("dict[str, object]", value) if isinstance(value, dict) else None
 
 
-_Record = TypeVar("_Record", bound=Row | Spread | TableBytes)
+_Record = TypeVar("_Record", bound=Row | Spread | TableBytes | LossTokens)
 
 
 def _record(kind: type[_Record], values: dict[str, object], where: str) -> _Record:
@@ -364,9 +423,16 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
         return _record(Spread, members, where)
     if members is not None and hint is TableBytes:
         return _record(TableBytes, members, where)
-    if members is not None and get_origin(hint) is dict and get_args(hint)[1] is TableBytes:
+    if members is not None and get_origin(hint) is dict and get_args(hint)[1] in (TableBytes, int):
+        of_members = get_args(hint)[1]
         _check_text(list(members), where, name)
-        return {key: _value(TableBytes, each, where, name) for key, each in members.items()}
+        return {key: _value(of_members, each, where, name) for key, each in members.items()}
+    if get_origin(hint) is list and isinstance(value, list):
+        losses = [_object(each) for each in cast("list[object]", value)]
+        if None in losses:
+            msg = f"{where}: {name} must hold objects, got {_shown(cast('object', value))}"
+            raise ValueError(msg)
+        return [_record(LossTokens, each, where) for each in losses if each is not None]
     if isinstance(hint, UnionType):
         if value is None:
             return None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jenga.geometry import Geometry
     from jenga.manager import Manager
     from jenga.prefix.eviction_log import Eviction
+    from jenga.prefix.miss_log import Miss
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -105,7 +106,8 @@ class MemoryLog:
     tokens for which each request has slots, and the memory report in bytes. With host memory, it
     also has the content of host memory and the bytes copied there and back since start-up. If
     checkpoints were lost since the line before, it says which ones, for which requests and why
-    (`jenga.prefix.eviction_log`). The file is closed when the log is destroyed.
+    (`jenga.prefix.eviction_log`). If requests were admitted since, it says what they found, and why
+    not more (`jenga.prefix.miss_log`). The file is closed when the log is destroyed.
     """
 
     def __init__(self, path: Path, manager: "Manager", *, max_bytes: int = 0) -> None:
@@ -137,6 +139,8 @@ class MemoryLog:
             record["host"] = asdict(host)
         if evictions := self._manager.take_evictions():
             record["evictions"] = list(map(_describe_eviction, evictions))
+        if misses := self._manager.take_misses():
+            record["misses"] = list(map(_describe_miss, misses))
         self._file.write(json.dumps(record))
         self._num_steps += 1
 
@@ -181,6 +185,21 @@ def _describe_eviction(eviction: "Eviction") -> dict[str, Any]:
         "worth": eviction.worth,
         "was_awaited": eviction.was_awaited,
     }
+
+
+def _describe_miss(miss: "Miss") -> dict[str, Any]:
+    losses = [
+        {
+            "cause": each.loss.cause,
+            "step": each.loss.taken,
+            "left_by": each.loss.left_by,
+            "for_request": each.loss.for_request,
+            "evicted_tokens": each.evicted_tokens,
+            "bare_tokens": each.bare_tokens,
+        }
+        for each in miss.losses
+    ]
+    return {**asdict(miss), "losses": losses}
 
 
 def _describe(geometry: "Geometry") -> dict[str, Any]:
