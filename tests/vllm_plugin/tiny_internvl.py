@@ -83,9 +83,7 @@ def save(path: Path, tokenizer, *, first_special_token: int) -> None:
     from safetensors.torch import save_file
 
     path.mkdir(parents=True)
-    save_file(
-        _weights(first_special_token), path / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file(_weights(first_special_token), path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
     shutil.copy(Path(__file__).with_name("internvl_chat_config.py"), path)
     tokenizer.save_pretrained(path)
