@@ -121,15 +121,22 @@ def test_a_request_of_images_that_never_fit_is_told_of_by_its_pages(config):
 # The engine
 
 IMAGES = [[0], [1, 2], [], [0], [3]]
+TILED_IMAGES = [[[0, 40, 40]], [[1, 24, 24], [2, 48, 24]], [], [[0, 40, 40]], [[3, 24, 72]]]
+"""Of 4, 1, 2, 4 and 3 tiles of InternVL2, and a thumbnail where there are several."""
 NUM_IMAGES = 4  # two prompts show the same one
 STOCK = {key: value for key, value in OPTIONS.items() if key != "attention_backend"}
 SMALL = {"kv_cache_memory_bytes": 24 * 49152}
 """Room for one request of the largest length, and for little else."""
+SMALL_BESIDE_WINDOWS = {"kv_cache_memory_bytes": 18 * 65536}
+"""The least that Gemma 3 and PaliGemma 2 start with."""
 
 
 def run_both(run_engine, model, prompts, images, *, options=None, environment=None, **job):
-    """Run the stock engine and ours on the same prompts, twice each."""
-    options = {"max_num_batched_tokens": 48} | (options or {})
+    """Run the stock engine and ours on the same prompts, twice each.
+
+    InternVL2 brings the class of its configuration, which vLLM is told to trust.
+    """
+    options = {"max_num_batched_tokens": 48, "trust_remote_code": True} | (options or {})
     job |= {"reads_images": True, "by_references": True, "image_seeds": images * 2, "rounds": 2}
     theirs = run_engine(
         model, prompts * 2, options=STOCK | options | {"kv_cache_memory_bytes": 32 * MIB}, **job
@@ -152,10 +159,15 @@ def tables_of(result):
     return [table["name"] for table in result["cache"]["evictions"]]
 
 
+def images_of(name):
+    return TILED_IMAGES if name == "internvl_chat" else IMAGES
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "llava_onevision",
+        "internvl_chat",
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
     ],
 )
@@ -164,10 +176,16 @@ def test_images_are_encoded_once_and_read_from_pages_of_the_arena(
 ):
     model, prompts = tiny_vision_model(name), prompts_about_images(name)
 
-    ours, _ = run_both(run_engine, model, prompts, IMAGES)
+    ours, _ = run_both(run_engine, model, prompts, images_of(name))
 
     assert tables_of(ours)[-1] == "images"
     assert sum(ours["encoded"]) == NUM_IMAGES
+
+
+def evicted(result):
+    """Get the number of evictions of each page table, by its name."""
+    tables = [dict(table) for table in result["cache"]["evictions"]]
+    return {table.pop("name"): sum(table.values()) for table in tables}
 
 
 @pytest.mark.slow
@@ -175,12 +193,12 @@ def test_images_give_way_and_requests_are_preempted_in_a_small_arena(tiny_vision
     name = "llava_onevision"
     model, prompts = tiny_vision_model(name), prompts_about_images(name)
 
-    ours, _ = run_both(run_engine, model, prompts * 2, IMAGES * 2, options=SMALL, max_tokens=40)
+    ours, _ = run_both(
+        run_engine, model, prompts * 2, images_of(name) * 2, options=SMALL, max_tokens=40
+    )
 
     assert ours["preemptions"] > 0
-    evictions = ours["cache"]["evictions"][-1]
-    assert evictions["name"] == "images"
-    assert sum(value for key, value in evictions.items() if key != "name") > 0
+    assert evicted(ours)["images"] > 0
 
 
 @pytest.mark.slow
@@ -196,12 +214,12 @@ def test_the_same_image_twice_in_a_prompt_is_encoded_once(tiny_vision_model, run
 
 
 @pytest.mark.slow
-def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine):
-    name = "llava_onevision"
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat"])
+def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine, name):
     model, prompts = tiny_vision_model(name), prompts_about_images(name)[:2]
 
     ours, _ = run_both(
-        run_engine, model, prompts, IMAGES[:2], environment={V2_RUNNER: "1"}, max_tokens=4
+        run_engine, model, prompts, images_of(name)[:2], environment={V2_RUNNER: "1"}, max_tokens=4
     )
 
     assert tables_of(ours)[-1] == "images"
@@ -237,21 +255,26 @@ def prompts_beside_images(name):
     return [[*prompt[:-1], TOKEN_IDS["\n"]] for prompt in prompts], [[0], [1], [], [0], [2]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3_vision", "paligemma"])
-def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, run_engine, name):
-    """Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does."""
-    model, (prompts, images) = tiny_vision_model(name), prompts_beside_images(name)
-    job = {"reads_images": True}
+def run_beside_transformers(run_engine, name, model, *, copies=1, options=None, **job):
+    """Run transformers on some prompts, and our engine twice on so many copies of the same ones.
+
+    Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does.
+
+    Returns:
+        The engine's result, and how many images are different ones.
+    """
+    prompts, images = prompts_beside_images(name)
     limits = {"image": max(map(len, images)), "video": 0, "audio": 0}
+    options = {"limit_mm_per_prompt": limits, "max_num_batched_tokens": 48} | (options or {})
+    job |= {"reads_images": True}
 
     theirs = run_engine(model, prompts, image_seeds=images, script="reference_process.py", **job)
     ours = run_engine(
         model,
-        prompts * 2,
-        image_seeds=images * 2,
+        prompts * 2 * copies,
+        image_seeds=images * 2 * copies,
         rounds=2,
-        options=OPTIONS | {"limit_mm_per_prompt": limits, "max_num_batched_tokens": 48},
+        options=OPTIONS | options,
         by_references=True,
         fill_arena=True,
         report_manager=True,
@@ -259,7 +282,33 @@ def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, r
     )
 
     assert "error" not in theirs, theirs["error"][-4000:]
-    assert_same_generation(ours, {"outputs": theirs["outputs"] * 2})
+    assert_same_generation(ours, {"outputs": theirs["outputs"] * 2 * copies})
     assert ours["request_tokens"] == {}
     assert sorted(tables_of(ours)) == ["full", "images", "sliding_40"]
-    assert sum(ours["encoded"]) == len({seed for seeds in images for seed in seeds})
+    return ours, len({seed for seeds in images for seed in seeds})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3_vision", "paligemma"])
+def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, run_engine, name):
+    ours, num_images = run_beside_transformers(run_engine, name, tiny_vision_model(name))
+
+    assert sum(ours["encoded"]) == num_images
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paligemma"])
+def test_images_that_one_step_reads_whole_give_way_in_a_small_arena(
+    tiny_vision_model, run_engine, name
+):
+    ours, _ = run_beside_transformers(
+        run_engine,
+        name,
+        tiny_vision_model(name),
+        copies=2,
+        options=SMALL_BESIDE_WINDOWS,
+        max_tokens=24,
+    )
+
+    assert ours["preemptions"] > 0
+    assert evicted(ours)["images"] > 0

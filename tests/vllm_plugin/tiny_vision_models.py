@@ -6,6 +6,7 @@ Their processors need torchvision.
 import sys
 from pathlib import Path
 
+from tests.vllm_plugin import tiny_internvl
 from tests.vllm_plugin.tiny_models import HEAD_DIM, VOCAB_SIZE
 
 FIRST_SPECIAL_TOKEN = 500
@@ -25,6 +26,8 @@ _SPECIAL_TOKENS = (
     "\n\n\n\n",
 )
 TOKEN_IDS = {token: FIRST_SPECIAL_TOKEN + index for index, token in enumerate(_SPECIAL_TOKENS)}
+_INTERNVL_TOKENS = ("<image>", "<img>", "</img>", "<IMG_CONTEXT>")
+"""The first one is what stands for an image in a prompt, as in the others."""
 
 _VISION = {
     "hidden_size": 64,
@@ -52,21 +55,8 @@ _TEXT = {
 
 
 def _tokenizer():
-    """Make a tokenizer of whole words; the tests' prompts are tokens already."""
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(FIRST_SPECIAL_TOKEN)} | TOKEN_IDS
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_tokens(list(TOKEN_IDS))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="w1",
-        eos_token="w2",
-        pad_token="w0",
-        unk_token="w3",
+    return _tokenizer_of(
+        _SPECIAL_TOKENS,
         extra_special_tokens={
             "image_token": "<image>",
             "video_token": "<|video|>",
@@ -76,6 +66,27 @@ def _tokenizer():
             "boa_token": "<start_of_audio>",
             "eoa_token": "<end_of_audio>",
         },
+    )
+
+
+def _tokenizer_of(special_tokens, **names):
+    """Make a tokenizer of whole words; the tests' prompts are tokens already."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(FIRST_SPECIAL_TOKEN)}
+    words |= {token: FIRST_SPECIAL_TOKEN + index for index, token in enumerate(special_tokens)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens(list(special_tokens))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="w1",
+        eos_token="w2",
+        pad_token="w0",
+        unk_token="w3",
+        **names,
     )
 
 
@@ -347,6 +358,7 @@ _FINISHERS = {
 PLACEHOLDERS = {
     "gemma3_vision": "<start_of_image>",
     "gemma4_vision": "<image>",
+    "internvl_chat": "<image>",
     "llava_onevision": "<image>",
     "qwen2_5_vl": "<image>",
 }
@@ -358,6 +370,10 @@ def main(name: str, path: Path) -> None:
     import torch
 
     torch.manual_seed(0)
+    if name == "internvl_chat":  # transformers has no class for it
+        tokenizer = _tokenizer_of(_INTERNVL_TOKENS)
+        tiny_internvl.save(path, tokenizer, first_special_token=FIRST_SPECIAL_TOKEN)
+        return
     model = _MAKERS[name]().to(torch.float32).eval()
     # Heads are tied to embeddings: at full width every token predicts itself. None is an image's.
     embeddings = model.get_input_embeddings().weight.data
