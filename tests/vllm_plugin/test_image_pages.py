@@ -189,8 +189,11 @@ def evicted(result):
 
 
 @pytest.mark.slow
-def test_images_give_way_and_requests_are_preempted_in_a_small_arena(tiny_vision_model, run_engine):
-    name = "llava_onevision"
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat"])
+def test_images_give_way_and_requests_are_preempted_in_a_small_arena(
+    tiny_vision_model, run_engine, name
+):
+    """Some requests are admitted with a hit of an image, and again with a hit of its half."""
     model, prompts = tiny_vision_model(name), prompts_about_images(name)
 
     ours, _ = run_both(

@@ -259,14 +259,8 @@ def _schedule_images(
 
 def _strip_covered_mm_data(original: Function) -> Function:
     @functools.wraps(original)
-    def strip(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.specs.image_features import is_read_by_cross_attention
-
-        left = original(mm_features, num_computed_tokens, uses_mrope)
-        return [
-            whole if is_read_by_cross_attention(whole) else stripped
-            for whole, stripped in zip(mm_features, left, strict=True)
-        ]
+    def strip(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:  # noqa: ANN401, ARG001
+        return mm_features
 
     return strip
 
@@ -445,8 +439,8 @@ WHEN_SELECTED = (
         module="vllm.v1.core.sched.output",
         name="strip_covered_mm_data",
         reason=(
-            "drops the pixels of images whose token is hit, but layers of cross attention may have "
-            "lost the image, and every later token reads it"
+            "drops the pixels of images whose tokens are hit; after a preemption the hit may be "
+            "shorter, and layers of cross attention may have lost the image: the encoder needs them"
         ),
         parameters=("mm_features", "num_computed_tokens", "uses_mrope"),
         make=_strip_covered_mm_data,

@@ -20,15 +20,6 @@ IMAGE_MODELS = frozenset({"MllamaForConditionalGeneration"})
 """Models whose layers of cross attention read images, in vLLM's names."""
 
 
-def is_read_by_cross_attention(feature: Any) -> bool:  # noqa: ANN401
-    """Whether layers of cross attention read an input, and no token's embedding is its own.
-
-    Args:
-        feature: vLLM's description of an input.
-    """
-    return feature.mm_position.get_num_embeds() == 0
-
-
 def image_tokens(feature: Any) -> int:  # noqa: ANN401
     """Get the number of tokens that an image has in layers of cross attention.
 
