@@ -12,8 +12,10 @@ from jenga.demo import ending
 from jenga.demo.documents import Answer, turns
 from jenga.demo.ending import bytes_of_all, ending_of
 from jenga.demo.modelled import ASSUMED_GPU, prompt_seconds, readers_gpu
+from jenga.demo.picture import Bar, bars_text
 from jenga.models import ReadOptions, find_model
 
+README = Path(__file__).parents[2] / "README.md"
 BIN = Path(sys.executable).parent
 
 CONFIG = {
@@ -147,6 +149,12 @@ LEFT_OUT = ("JENGA_MEMORY_LOG", "TRITON_INTERPRET")
 """Variables that the tests set and a user does not."""
 
 
+def bar_of(side):
+    found = sum(answer["found_tokens"] for answer in side["answers"])
+    prompts = sum(answer["prompt_tokens"] for answer in side["answers"])
+    return Bar(name=side["name"], found_tokens=found, computed_tokens=prompts - found)
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_demos_ending_finds_more_with_the_same_bytes(tmp_path):
@@ -173,6 +181,9 @@ def test_demos_ending_finds_more_with_the_same_bytes(tmp_path):
     assert result["has_equal_texts"]
     assert result["gpu"]["timed"] == result["plan"]["command"].split()[-1]
     assert picture.read_text().startswith("<svg")
+    bars = [bar_of(result[side]) for side in ("stock", "ours")]
+    # README shows them, under the command of the demo.
+    assert "\n".join(bars_text(bars)) in README.read_text(encoding="utf-8")
     # Nothing but the demo's own signs of life.
     own = ("starting vLLM", "generating for", "choosing vLLM", "asking ", "    ")
     assert [line for line in process.stderr.splitlines() if not line.startswith(own)] == []

@@ -53,7 +53,7 @@ def test_an_old_driver_with_libraries_that_stand_in_for_it_is_a_note(server):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(T4, "no older GPU"), (A100.format(0), "never on such a GPU")],
+    [(T4, "never tried on an older GPU"), (A100.format(0), "have run only on 9.0")],
     ids=["turing", "ampere"],
 )
 def test_a_gpu_that_no_test_ran_on_is_a_note(server, line, words):

@@ -11,6 +11,7 @@ from jenga_kernels.reference import delta_replay as reference
 from jenga_kernels.reference import delta_update as plain
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
+from tests.kernels.crossed import crossed
 from tests.kernels.delta_cases import delta_tensors, tokens_of
 from tests.kernels.state_cases import (
     PADDING,
@@ -25,13 +26,12 @@ from tests.kernels.state_cases import (
 from tests.kernels.support import DEVICE, check_close, generator, max_error, randn
 
 NUM_SLOTS = 16
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    pytest.param(torch.float16, torch.float16, marks=pytest.mark.slow),
-]
-DTYPE_IDS = ["f32", "bf16_state_f32", "bf16", "f16"]
+DTYPES = {
+    "f32": (torch.float32, torch.float32),
+    "bf16_state_f32": (torch.bfloat16, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "f16": (torch.float16, torch.float16),
+}
 GATES = {"heads": False, "channels": True}
 
 
@@ -192,9 +192,7 @@ def check_call(tensors, counts, kept):
     check_memory(kept, memory, memory_lost, naive, before, counts)
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@crossed({"case": CASES, "channels": GATES, "dtype, state_dtype": DTYPES})
 def test_delta_replay_matches_the_rule(case, channels, dtype, state_dtype):
     tensors, counts, kept = arguments(case, dtype, state_dtype, channels=channels)
     if all(tokens in (1, PADDING) for tokens, *_ in case[2]):
@@ -432,9 +430,7 @@ def test_slots_may_be_a_column_of_a_table():
     check_close(out, exact, naive, slack=lost)
 
 
-@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
-@pytest.mark.parametrize("dim", [0, 1, 2], ids=["slots", "heads", "rows"])
-@pytest.mark.parametrize("tokens", [1, 3])
+@crossed({"dim": {"slots": 0, "heads": 1, "rows": 2}, "channels": GATES, "tokens": [3, 1]})
 def test_delta_replay_reaches_past_2_to_the_31_elements(tokens, dim, channels):
     # Every slot has a request, so that one is in the last.
     requests = [(tokens, 12, 7, (7, 13)[slot % 2]) for slot in range(1, NUM_SLOTS)]

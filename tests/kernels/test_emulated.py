@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parent
 WITHOUT_LAUNCHES = {
     "test_compiled_attention.py",
     "test_compiled_latents.py",
+    "test_crossed.py",
     "test_interpreter.py",
     Path(__file__).name,
 }
@@ -26,8 +27,11 @@ RUNS = [
 ]
 
 
-def test_operations_give_as_compiled_for_hopper_what_their_references_give():
-    run_emulated(90, *small_tests())
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))]
+)
+def test_operations_give_as_compiled_for_hopper_what_their_references_give(part):
+    run_emulated(90, *small_tests()[part::3])
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.kernels.attention_cases import (
     check_batch,
     make_batch,
 )
+from tests.kernels.crossed import crossed, halved
 from tests.kernels.support import DEVICE
 
 MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
@@ -96,8 +97,12 @@ OTHER_FLOATS = [
 """Element types of queries and of pages."""
 
 
-@pytest.mark.parametrize("is_batch_invariant", [False, True], ids=["balanced", "invariant"])
-@pytest.mark.parametrize(("dtype", "pages_dtype"), OTHER_FLOATS, ids=str)
+@crossed(
+    {
+        "dtype, pages_dtype": OTHER_FLOATS,
+        "is_batch_invariant": {"balanced": False, "invariant": True},
+    }
+)
 def test_paged_attention_reads_pages_of_another_float_type(dtype, pages_dtype, is_batch_invariant):
     shape = Shape(requests=MIXED, dtype=dtype, pages_dtype=pages_dtype, head_dim=80)
     batch = make_batch(shape, Options(window_tokens=40, has_sinks=True))
@@ -111,20 +116,21 @@ def test_paged_attention_of_wide_heads_reads_pages_of_another_float_type(tiles):
     check_batch(make_batch(replace(WIDE, pages_dtype=torch.float16), Options()), tiles=tiles)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@halved("options", OPTIONS, first=0)
 def test_paged_attention_has_option_with_the_tiles_chosen(options):
     check_batch(make_batch(Shape(requests=MIXED), options))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@halved("options", OPTIONS, first=1)
 def test_paged_attention_of_wide_heads_in_halves_has_option(options):
     check_batch(make_batch(WIDE, options), tiles=HALVED_TILES)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "head_dim",
-    [272, 512, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (320, 328, 384))],
+@crossed(
+    {
+        "head_dim": [272, 512, 320, 328, 384],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+    }
 )
 def test_paged_attention_computes_halves_of_any_head_dim(head_dim, dtype):
     shape = replace(WIDE, head_dim=head_dim, dtype=dtype, num_padding_tokens=3)
@@ -132,8 +138,12 @@ def test_paged_attention_computes_halves_of_any_head_dim(head_dim, dtype):
     check_batch(make_batch(shape, Options(has_sinks=True)), tiles=HALVED_TILES)
 
 
-@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
-@pytest.mark.parametrize("tiles", [SMALL_TILES, HALVED_TILES], ids=["whole", "halves"])
+@crossed(
+    {
+        "num_scales": {"unscaled": 0, "per_tensor": 1, "per_head": 2},
+        "tiles": {"whole": SMALL_TILES, "halves": HALVED_TILES},
+    }
+)
 def test_paged_attention_of_wide_heads_reads_fp8(tiles, num_scales):
     shape = replace(WIDE, pages_dtype=torch.float8_e4m3fn)
 
@@ -193,9 +203,13 @@ def test_paged_attention_leaves_out_what_spans_name_of_keys_that_are_not_there()
     check_batch(batch, tiles=SMALL_TILES)
 
 
-@pytest.mark.parametrize("pages_dtype", SCALED_DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
+@crossed(
+    {
+        "num_scales": {"unscaled": 0, "per_tensor": 1, "per_head": 2},
+        "dtype": [torch.bfloat16, torch.float16],
+        "pages_dtype": SCALED_DTYPES,
+    }
+)
 def test_paged_attention_reads_fp8(num_scales, dtype, pages_dtype):
     shape = Shape(requests=MIXED, dtype=dtype, pages_dtype=pages_dtype)
 

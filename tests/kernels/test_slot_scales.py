@@ -19,6 +19,7 @@ from tests.kernels.attention_cases import (
     make_batch,
 )
 from tests.kernels.compiling import compile_job
+from tests.kernels.crossed import crossed
 from tests.kernels.support import DEVICE, generator, randn, row_parts, strided_layer
 from tests.kernels.test_compiled_attention import launch
 
@@ -112,38 +113,30 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16,
-        pytest.param(torch.float16, marks=pytest.mark.slow),
-        pytest.param(torch.float32, marks=pytest.mark.slow),
-    ],
-    ids=str,
+@crossed(
+    {
+        "shape": SHAPES,
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "stored": DTYPES,
+    }
 )
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_paged_attention_reads_slots_with_scales(shape, dtype, stored):
     shape = replace(shape, dtype=dtype, pages_dtype=stored)
 
     check_batch(make_batch(shape, Options(has_slot_scales=True)), tiles=SMALL_TILES)
 
 
-TILES = {"whole": SMALL_TILES, "halved": pytest.param(HALVED_TILES, marks=pytest.mark.slow)}
+TILES = {"whole": SMALL_TILES, "halved": HALVED_TILES}
+
+OPTIONS = {
+    "window": Options(has_slot_scales=True, window_tokens=20, soft_cap=2.0, has_sinks=True),
+    "chunk": Options(has_slot_scales=True, chunk_tokens=24, has_alibi=True),
+    "cross": Options(has_slot_scales=True, is_causal=False),
+    "spans": Options(has_slot_scales=True, window_tokens=20, has_spans=True),
+}
 
 
-@pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        Options(has_slot_scales=True, window_tokens=20, soft_cap=2.0, has_sinks=True),
-        Options(has_slot_scales=True, chunk_tokens=24, has_alibi=True),
-        Options(has_slot_scales=True, is_causal=False),
-        Options(has_slot_scales=True, window_tokens=20, has_spans=True),
-    ],
-    ids=["window", "chunk", "cross", "spans"],
-)
-@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
+@crossed({"options": OPTIONS, "stored": DTYPES, "tiles": TILES})
 def test_paged_attention_combines_slot_scales(tiles, options, stored):
     shape = Shape(requests=MIXED, dtype=torch.bfloat16, pages_dtype=stored, head_dim=80)
 

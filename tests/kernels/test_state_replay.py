@@ -12,6 +12,7 @@ from jenga_kernels.state_replay import state_replay
 from jenga_kernels.triton.recurrent.tiles import ReplayTiles
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
+from tests.kernels.crossed import crossed
 from tests.kernels.state_cases import (
     PADDING,
     far_apart,
@@ -408,8 +409,7 @@ def test_slots_may_be_a_column_of_a_table():
     check_close(out, exact, naive, slack=lost)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2], ids=["slots", "heads", "rows"])
-@pytest.mark.parametrize("tokens", [1, 3])
+@crossed({"dim": {"slots": 0, "heads": 1, "rows": 2}, "tokens": [3, 1]})
 def test_state_replay_reaches_past_2_to_the_31_elements(tokens, dim):
     # Every slot has a request, so that one is in the last.
     requests = [(tokens, 12, 7, (7, 13)[slot % 2]) for slot in range(1, NUM_SLOTS)]

@@ -14,6 +14,7 @@ from jenga_kernels.triton.recurrent.tiles import hopper_scan_tiles, scan_segment
 from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
+from tests.kernels.crossed import crossed, halved
 from tests.kernels.state_cases import (
     PADDING,
     i32,
@@ -316,8 +317,7 @@ def test_state_scan_without_gates_reads_no_token_of_another_request(shape, each_
     assert beside.states[1].isfinite().all()
 
 
-@pytest.mark.parametrize("segment_tokens", [64, 128])
-@pytest.mark.parametrize("case", ["mamba2", "mamba2_odd_head_and_state"])
+@crossed({"case": ["mamba2", "mamba2_odd_head_and_state"], "segment_tokens": [64, 128]})
 def test_state_scan_in_segments_matches_the_recurrence(case, segment_tokens):
     kind, shape, lengths = CASES[case]
     tensors, slots, pages, written = arguments(
@@ -352,7 +352,7 @@ if triton.knobs.runtime.interpret:
     SEGMENTED.pop(COPIED_STEPS)
 
 
-@pytest.mark.parametrize("name", SEGMENTED)
+@halved("name", {name: name for name in SEGMENTED}, first=0)
 def test_state_scan_in_segments_is_as_exact(name, each_scan):
     shape, dtype = SEGMENTED[name]
     lengths = [1, 64, 0, PADDING, 270, 130]
@@ -381,7 +381,7 @@ def test_state_scan_in_segments_is_as_exact(name, each_scan):
     assert same_elsewhere(pages.arena, before, written)
 
 
-@pytest.mark.parametrize("name", SEGMENTED)
+@halved("name", {name: name for name in SEGMENTED}, first=1)
 def test_state_scan_in_segments_keeps_states_wherever_they_lie(name, each_scan):
     shape, _ = SEGMENTED[name]
     # Behind it is a request with a checkpoint for each token, once more than are looked at at once.

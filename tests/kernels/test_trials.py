@@ -329,7 +329,10 @@ def test_too_few_pages_are_a_lack_of_memory():
 @pytest.mark.skipif(IS_EMULATED, reason="nothing differs there")
 @pytest.mark.parametrize(
     "operation",
-    [pytest.param(each, marks=pytest.mark.slow if each == "state_scan" else ()) for each in PAGED],
+    [
+        pytest.param(each, marks=() if each == "paged_attention" else pytest.mark.slow)
+        for each in PAGED
+    ],
 )
 def test_calls_can_be_made_wherever_kernels_run(operation, monkeypatch):
     """In the interpreter, too, which has no kernels of a GPU's own."""

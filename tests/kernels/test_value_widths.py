@@ -21,6 +21,7 @@ from tests.kernels.attention_cases import (
     make_batch,
 )
 from tests.kernels.compiling import compile_job
+from tests.kernels.crossed import crossed
 from tests.kernels.support import DEVICE, generator, randn, strided_layer
 
 MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
@@ -38,8 +39,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("tiles", [SMALL_TILES, HALVED_TILES], ids=["whole", "halves"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@crossed({"options": OPTIONS, "tiles": {"whole": SMALL_TILES, "halves": HALVED_TILES}})
 def test_paged_attention_of_other_widths_has_option(options, tiles):
     check_batch(make_batch(MIMO, options), tiles=tiles)
 
@@ -55,13 +55,11 @@ DTYPES = [
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
     [
-        (64, 128),
         (80, 112),
         (128, 16),
-        (256, 320),
         *(
             pytest.param(*widths, marks=pytest.mark.slow)
-            for widths in ((112, 80), (96, 24), (320, 40), (512, 128))
+            for widths in ((64, 128), (256, 320), (112, 80), (96, 24), (320, 40), (512, 128))
         ),
     ],
 )
@@ -74,9 +72,13 @@ def test_paged_attention_takes_any_two_widths(head_dim, value_dim, dtype):
     check_batch(batch)
 
 
-@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
-@pytest.mark.parametrize("pages_dtype", SCALED_DTYPES, ids=str)
-@pytest.mark.parametrize("value_dim", [128, 48])
+@crossed(
+    {
+        "num_scales": {"unscaled": 0, "per_tensor": 1, "per_head": 2},
+        "pages_dtype": SCALED_DTYPES,
+        "value_dim": [128, 48],
+    }
+)
 def test_paged_attention_of_other_widths_reads_fp8(value_dim, num_scales, pages_dtype):
     shape = replace(MIMO, value_dim=value_dim, pages_dtype=pages_dtype)
 

@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[2]
             ["test_attention_arguments.py", "test_kv_store.py", "test_latent_store.py"],
             marks=pytest.mark.slow,
         ),
-        ["test_recurrent_calls.py", "test_pages.py", "test_attention_merge.py"],
+        pytest.param(
+            ["test_recurrent_calls.py", "test_pages.py", "test_attention_merge.py"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["results", "attention", "states_and_pages"],
 )

@@ -72,6 +72,14 @@ def torchvision_folder():
     return folder
 
 
+BOTH_WAYS = pytest.mark.parametrize(
+    "by_references",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["references", "kernels"],
+)
+"""Ways to compute in an engine on a CPU. A GPU always runs kernels. Interpreted ones are slow."""
+
+
 def engine_environment(*, reads_images=False, by_references=False, **changes):
     """Get the environment of an engine's process.
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.vllm_plugin.conftest import ROUNDED_TOLERANCE, assert_same_generation
+from tests.vllm_plugin.conftest import BOTH_WAYS, ROUNDED_TOLERANCE, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -193,7 +193,10 @@ def test_heads_of_512_beside_narrow_ones_generate_what_stock_vllm_generates(
 WHISPER = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256}
 
 
-def test_cross_attention_generates_what_transformers_generates(tiny_model, run_engine):
+@BOTH_WAYS
+def test_cross_attention_generates_what_transformers_generates(
+    by_references, tiny_model, run_engine
+):
     model, audio_seeds = tiny_model("whisper"), [0, 1, 2, 1]
 
     theirs = run_engine(model, PROMPTS, script="reference_process.py", audio_seeds=audio_seeds)
@@ -204,6 +207,7 @@ def test_cross_attention_generates_what_transformers_generates(tiny_model, run_e
         options=WHISPER | {"attention_backend": "JENGA_TRITON"},
         fill_arena=True,
         report_manager=True,
+        by_references=by_references,
     )
 
     assert_same_generation(ours, theirs)

@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import NUM_WORKERS, V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.dense_character import dense_answers
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
@@ -145,3 +145,59 @@ def test_stock_vllm_serves_our_class_too(model, run_engine):
     stock = run_engine(model, PROMPTS, max_tokens=12)
 
     assert_same_generation(stock, dense_answers(model, stock))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
+def test_kernels_generate_what_a_dense_model_generates(runner, model, run_engine):
+    prompts = PROMPTS[1:3]
+
+    ours = run_engine(
+        model,
+        prompts * 2,
+        rounds=2,
+        max_tokens=6,
+        options=JENGA | CUTS,
+        environment={V2_RUNNER: runner, "VLLM_LOGGING_LEVEL": "INFO"},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, dense_answers(model, ours))
+    assert ("Using V2 Model Runner" in ours["log"]) == (runner == "1")
+    assert hits_of(ours) == [0, 0, 32, 64]
+
+
+@pytest.mark.slow
+def test_the_second_runner_in_an_arena_that_evicts_and_preempts(model, run_engine):
+    prompts = prompts_over_shared_prefixes(6, seed=33)
+
+    ours = run_engine(
+        model,
+        prompts,
+        max_tokens=30,
+        options=JENGA | {"max_num_seqs": 4, "kv_cache_memory_bytes": SMALL_ARENA_BYTES},
+        environment={V2_RUNNER: "1"},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, dense_answers(model, ours))
+    counts = [count for table in ours["cache"]["evictions"] for count in table.values()]
+    assert sum(count for count in counts if isinstance(count, int)) > 0
+    assert ours["preemptions"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
+def test_two_tensor_parallel_workers_generate_what_a_dense_model_generates(model, run_engine):
+    two = run_engine(
+        model,
+        PROMPTS,
+        max_tokens=12,
+        options=JENGA | CUTS | {"tensor_parallel_size": 2},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        by_references=True,
+    )
+
+    assert_same_generation(two, dense_answers(model, two))

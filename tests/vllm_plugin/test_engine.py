@@ -5,7 +5,12 @@ import os
 import pytest
 
 from tests.conftest import EMULATED_GPU, HAS_GPU
-from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation, gemma_3_directory
+from tests.vllm_plugin.conftest import (
+    BOTH_WAYS,
+    V2_RUNNER,
+    assert_same_generation,
+    gemma_3_directory,
+)
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +32,10 @@ def test_engine_generates_what_stock_vllm_generates(name, tiny_model, run_engine
     assert ours["request_tokens"] == {}
 
 
-def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(run_engine):
+@BOTH_WAYS
+def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(
+    by_references, run_engine
+):
     model = gemma_3_directory()
     options = {
         "max_model_len": 1024,
@@ -40,7 +48,14 @@ def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(run_e
     ]
 
     stock = run_engine(model, prompts, options=options)
-    ours = run_engine(model, prompts, options=options | JENGA, fill_arena=True, report_manager=True)
+    ours = run_engine(
+        model,
+        prompts,
+        options=options | JENGA,
+        fill_arena=True,
+        report_manager=True,
+        by_references=by_references,
+    )
 
     assert_same_generation(ours, stock)
 

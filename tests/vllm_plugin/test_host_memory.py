@@ -67,6 +67,7 @@ def test_windows_find_in_host_memory_what_the_arena_lost(loads_ahead, tiny_model
         fill_arena=True,
         report_manager=True,
         loads_ahead=loads_ahead,
+        by_references=not loads_ahead,
     )
 
     assert_same_generation(ours, stock)

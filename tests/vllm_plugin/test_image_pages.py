@@ -167,7 +167,7 @@ def images_of(name):
     "name",
     [
         "llava_onevision",
-        "internvl_chat",
+        pytest.param("internvl_chat", marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
     ],
 )

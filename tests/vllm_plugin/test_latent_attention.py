@@ -6,18 +6,21 @@ are not, with and without tokens computed before them.
 
 import pytest
 
-from tests.vllm_plugin.conftest import ROUNDED_TOLERANCE, assert_same_generation
+from tests.vllm_plugin.conftest import BOTH_WAYS, ROUNDED_TOLERANCE, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_attention_features import JENGA, PROMPTS, run_twice, twice
 
 pytestmark = pytest.mark.vllm
 
 
-def test_latent_attention_generates_what_transformers_generates(tiny_model, run_engine):
+@BOTH_WAYS
+def test_latent_attention_generates_what_transformers_generates(
+    by_references, tiny_model, run_engine
+):
     model = tiny_model("deepseek_v3")
 
     theirs = run_engine(model, PROMPTS, script="reference_process.py")
-    ours = run_twice(run_engine, model)
+    ours = run_twice(run_engine, model, by_references=by_references)
 
     assert_same_generation(ours, twice(theirs))
     hits = sum(output["cached_tokens"] for output in ours["outputs"])

@@ -10,7 +10,12 @@ from jenga.models.config import Config
 from jenga.models.exchange import layer_type_from, options_fields
 from jenga.models.options import ReadOptions
 from jenga.models.reader import read_config
-from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation, engine_environment
+from tests.vllm_plugin.conftest import (
+    NUM_WORKERS,
+    V2_RUNNER,
+    assert_same_generation,
+    engine_environment,
+)
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.tiny_vision_models import MLLAMA_IMAGE
 
@@ -130,6 +135,34 @@ def test_kernels_read_images_as_the_references_do(compare):
     group = (prompt(40, None, None, 30, seed=1), [[0, *SMALL], [1, *LARGE]])
 
     compare([*MIXED[1:3], group], by_references=False, max_tokens=4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
+def test_two_tensor_parallel_workers_read_images_and_find_them_again(
+    tiny_vision_model, run_engine, compare
+):
+    ours = compare(MIXED, options=CACHING)
+    prompts, seeds = [list(each) for each in zip(*MIXED, strict=True)]
+
+    two = run_engine(
+        tiny_vision_model("mllama"),
+        prompts * 2,
+        reads_images=True,
+        image_seeds=seeds * 2,
+        max_tokens=8,
+        rounds=2,
+        options=OPTIONS | CACHING | {"tensor_parallel_size": 2},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        by_references=True,
+    )
+
+    answers = [output["token_ids"] for output in two["outputs"]]
+    assert answers[: len(MIXED)] == answers[len(MIXED) :]
+    assert_same_generation(two | {"outputs": two["outputs"][: len(MIXED)]}, ours)
+    found = [output["cached_tokens"] for output in two["outputs"]]
+    assert found[: len(MIXED)] == [0] * len(MIXED)
+    assert any(found[len(MIXED) :])
 
 
 @pytest.mark.slow
