@@ -441,11 +441,7 @@ WORKLOADS: dict[str, Callable[[Random, Room], Trace]] = {
 """Name -> made-up workload."""
 
 MOONCAKE = "mooncake"
-MOONCAKE_BEGIN = 1000
-"""Name of the workload with Mooncake's trace.
-
-`MOONCAKE_BEGIN` is the number of rows between the beginnings of two seeds.
-"""
+"""Name of the workload with Mooncake's trace."""
 
 
 @dataclass(frozen=True, slots=True)

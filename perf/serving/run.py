@@ -38,10 +38,7 @@ A sample of stock's takes as long as many steps.
 """
 
 TAIL = 0.99
-"""Share of the arrivals, 0 to 1, that only fill the cache.
-
-A server that starts cold has no hits.
-"""
+"""Quantile of TTFT, 0 to 1, that must be within the limit of a capacity."""
 
 WARM_UP_SHARE = 0.25
 """Share of the arrivals, 0 to 1, that only fill the cache: a server that starts cold has no hits.
