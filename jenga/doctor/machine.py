@@ -189,10 +189,10 @@ def _gpu_finding(gpu: FoundGpu) -> Finding:
         )
     found = f"{gpu.name}, {memory}, compute capability {gpu.capability / 10:.1f}"
     if gpu.capability < LEAST_CAPABILITY:
-        advice = "tests compile the kernels for 8.0 and 9.0, and for no older GPU"
+        advice = "kernels are compiled for 8.0 and newer, and were never tried on an older GPU"
         return _finding(subject, Status.NOTE, found, advice)
     if gpu.capability not in TESTED_CAPABILITIES:
-        advice = "kernel tests have run only on 9.0 (Hopper), never on such a GPU"
+        advice = "kernels compile for it; their tests have run only on 9.0 (Hopper)"
         return _finding(subject, Status.NOTE, found, advice)
     return _finding(subject, Status.FINE, found)
 

@@ -36,7 +36,7 @@ NUM_PROCESSORS = 132
 
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Compute capability -> largest shared memory of one program, in bytes.
+"""Compute capability, times ten -> largest shared memory of one program, in bytes.
 
 The source is the CUDA programming guide.
 """
@@ -204,22 +204,29 @@ def _width(instruction: str) -> int:
     return int(found[1].strip("US")) // 8 if found else 4
 
 
-def take_apart(cubin: bytes) -> MachineCode:
-    """Return the instructions and resources of a binary that has one kernel."""
+def _output_of(cubin: bytes, tool: str, *options: str) -> str:
+    """Return what a binary tool of Triton prints about a binary."""
     import triton
 
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-
-    def run(tool: str, *options: str) -> str:
-        command = [str(folder / tool), *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = run("cuobjdump", "--dump-resource-usage")
-        listing = run("nvdisasm", "--print-code")
+        command = [str(folder / tool), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return the registers and the bytes of stack of a thread, for a binary that has one kernel."""
+    usage = _output_of(cubin, "cuobjdump", "--dump-resource-usage")
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return used["REG"], used["STACK"] + used.get("LOCAL", 0)
+
+
+def take_apart(cubin: bytes) -> MachineCode:
+    """Return the instructions and resources of a binary that has one kernel."""
+    registers, stack_bytes = resources(cubin)
+    listing = _output_of(cubin, "nvdisasm", "--print-code")
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -229,8 +236,8 @@ def take_apart(cubin: bytes) -> MachineCode:
             instructions.append(found[1])
     loops = _inner_loops(instructions, labels)
     return MachineCode(
-        registers=used["REG"],
-        stack_bytes=used["STACK"] + used.get("LOCAL", 0),
+        registers=registers,
+        stack_bytes=stack_bytes,
         instructions=tuple(instructions),
         loops=tuple(tuple(instructions[start:end]) for start, end in loops),
         product_loop=_product_loop(instructions, labels),

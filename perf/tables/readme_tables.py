@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jenga.doctor.machine import TESTED_CAPABILITIES
 from jenga.eviction.known import DEFAULT_POLICY
-from perf.serving.cases import LIMITS
-from perf.serving.results import Results
+from perf.counts.architectures import GPUS, newest
+from perf.serving.cases import LIMITS, ORACLE
+from perf.serving.cases import STOCK as STOCK_NAME
+from perf.serving.results import Group, Results
 from perf.serving.table import HITS_LOAD
 from perf.sweeps.sweep_eviction import CASES, STOCK
 from perf.tables.gpu_rows import GROUPS, OURS, compare, read_groups, unsteady
@@ -37,6 +40,7 @@ BENCHMARKS = DOCS / "benchmarks.md"
 HOST_MEMORY = DOCS / "host-memory.md"
 RECIPES = DOCS / "recipes.md"
 RECURRENT_STATES = DOCS / "recurrent-states.md"
+SUPPORTED_MODELS = DOCS / "supported-models.md"
 NOTES = RESULTS / "cpu" / "NOTES.md"
 
 H100 = "h100-80gb-hbm3"
@@ -97,6 +101,14 @@ WORKLOADS = {
     "mooncake": "Mooncake conversations at 4x speed",
 }
 """Workload -> its description in README and docs."""
+
+ARRIVING = {
+    "agents": "sessions of agents",
+    "articles": "questions on articles",
+    "rag": "chunks in any order",
+    "mixed": "chats beside documents",
+}
+"""Workload of arrivals over time -> its description in README."""
 
 NO_SLOWER = 0.995
 """Least factor that is printed as 1.00 or more."""
@@ -273,29 +285,81 @@ def workloads() -> list[str]:
     return lines
 
 
+def _arrivals() -> tuple[Results, dict[Group, float]]:
+    """Return the results of requests that arrive over time, and the gain of each group of cells."""
+    results = Results(read("cpu/serving.jsonl"))
+    gains = {
+        group: statistics.geometric_mean(results.gains(group, max(LIMITS)))
+        for group in results.capacities
+        if (group, HITS_LOAD) in results.pairs
+    }
+    return results, gains
+
+
 def serving() -> list[str]:
-    """Make the table of requests that arrive over time, with the least capacity first."""
+    """Make the table of requests that arrive over time, with a row for each workload."""
+    titles = (
+        "requests",
+        "models",
+        "arrival rate: least, mean, most",
+        "tokens found: vLLM's, ours",
+        "TTFT p50",
+        "TTFT p99",
+        "models behind",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|"]
+    results, gains = _arrivals()
+    behind = {loss.group for loss in results.losses}
+    for workload in dict.fromkeys(group.workload for group in sorted(gains, key=gains.__getitem__)):
+        groups = [group for group in gains if group.workload == workload]
+        pairs = [pair for group in groups for pair in results.pairs[group, HITS_LOAD]]
+        of_workload = [gains[group] for group in groups]
+        mean = statistics.geometric_mean(of_workload)
+        found = (
+            statistics.fmean(pair.best("hit_percent")["hit_percent"] for pair in pairs),
+            statistics.fmean(pair.ours["hit_percent"] for pair in pairs),
+        )
+        cells = (
+            ARRIVING[workload],
+            str(len(groups)),
+            f"{min(of_workload):.2f}, {mean:.2f}, {max(of_workload):.2f}",
+            f"{found[0]:.0f} %, {found[1]:.0f} %",
+            *(
+                f"{statistics.geometric_mean(pair.ratio(number) for pair in pairs):.2f}"
+                for number in ("ttft_p50_s", "ttft_p99_s")
+            ),
+            str(sum(group in behind for group in groups)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def arrivals() -> list[str]:
+    """Make the table of each model and workload, with the least capacity first."""
     titles = (
         "model, requests",
         "arrival rate",
+        "bound",
+        "vLLM's setting",
         "tokens found: vLLM's, ours",
         "requests/s",
         "TTFT p50",
         "TTFT p99",
         "longest wait",
     )
-    lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|"]
-    results = Results(read("cpu/serving.jsonl"))
-    gains = {
-        group: statistics.geometric_mean(results.gains(group, max(LIMITS)))
-        for group in results.capacities
-    }
+    lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|---|--:|--:|--:|--:|--:|"]
+    results, gains = _arrivals()
     for group in sorted(gains, key=gains.__getitem__):
-        [pair] = results.pairs[group, HITS_LOAD]  # one seed
+        bound = statistics.geometric_mean(results.gains(group, max(LIMITS), ORACLE))
+        [capacities] = results.capacities[group]  # one seed
+        [pair] = results.pairs[group, HITS_LOAD]
+        best = capacities[STOCK_NAME, max(LIMITS)]["best"].removeprefix(STOCK_NAME).strip()
         found = pair.best("hit_percent")["hit_percent"], pair.ours["hit_percent"]
         cells = (
             f"{group.model}, {group.workload}",
             f"{gains[group]:.2f}",
+            f"{bound:.2f}",
+            best or "default",
             f"{found[0]:.0f} %, {found[1]:.0f} %",
             *(
                 f"{pair.ours[number] / pair.best(number)[number]:.2f}"
@@ -363,12 +427,35 @@ def factor(value: float) -> str:
     return f"{value:.1f}" if value >= 2 else f"{value:.2f}"
 
 
+def architectures() -> list[str]:
+    """Make the table of the GPUs that kernels are compiled for."""
+    titles = ("compute capability", "GPUs, for example", "shapes", "refused", "do not fit", "spill")
+    lines = [f"| {' | '.join((*titles, 'tests ran'))} |", "|---|---|--:|--:|--:|--:|---|"]
+    rows = newest(read("cpu/architectures.jsonl"))
+    for capability, gpus in GPUS.items():
+        of_gpu = [row for row in rows if row["capability"] == capability]
+        compiled = [row for row in of_gpu if "refused" not in row]
+        cells = (
+            f"{capability / 10:.1f}",
+            gpus,
+            str(len(of_gpu)),
+            str(len(of_gpu) - len(compiled) or ""),
+            str(sum(bool(row["too_large"]) for row in compiled) or ""),
+            str(sum(bool(row["spilled_bytes"]) for row in compiled) or ""),
+            "on H100 and H200" if capability in TESTED_CAPABILITIES else "never",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 TABLES = (
     Table(README, "serving", serving),
+    Table(BENCHMARKS, "arrivals", arrivals),
     Table(BENCHMARKS, "workloads", workloads),
     Table(BENCHMARKS, "kernels", kernels),
     Table(RECURRENT_STATES, "steps that seldom write", seldom_written),
     Table(RECIPES, "plans", plans),
+    Table(SUPPORTED_MODELS, "architectures", architectures),
     Table(NOTES, "models", models),
 )
 
