@@ -82,8 +82,8 @@ def admit(manager, spans, name, prefix_hashes, **fields):
 def test_a_span_says_what_was_found_and_what_took_the_rest(exported):
     from jenga.vllm_plugin.metrics.spans import open_spans
 
-    manager = manager_of("full", 150)
-    spans = open_spans(manager, URL)
+    manager, misses = manager_of("full", 150), []
+    spans = open_spans(manager, URL, pass_on=misses.extend)
     for name, num_tokens in (("book", 1600), ("text", 800), ("other text", 800)):
         serve(manager, name, name, num_tokens)
 
@@ -92,6 +92,8 @@ def test_a_span_says_what_was_found_and_what_took_the_rest(exported):
     (span,) = exported.get_finished_spans()
     assert span.name == "jenga.admission"
     assert 0 < hit.num_tokens < 1600
+    by_cut = [each.evicted_tokens for each in misses[-1].losses if each.loss.cause == "end"]
+    assert sum(by_cut) >= 800 - 16
     assert span.attributes == {
         "jenga.request.id": "again",
         "jenga.request.preemptions": 3,
@@ -103,7 +105,7 @@ def test_a_span_says_what_was_found_and_what_took_the_rest(exported):
         "jenga.prefix.evicted_tokens": 1600 - hit.num_tokens,
         "jenga.prefix.bare_tokens": 0,
         "jenga.prefix.loss_cause": "end",
-        "jenga.prefix.loss_tokens": 1600 - hit.num_tokens,
+        "jenga.prefix.loss_tokens": sum(by_cut),
     }
 
 
@@ -303,8 +305,8 @@ def run_all(scheduler, *, most_steps=400):
 def test_a_preempted_request_has_a_span_for_each_admission(traced_scheduler, exported):
     # Room for about two of these at their full length.
     scheduler = traced_scheduler(22 * 32 << 10)
-    for index in range(3):
-        scheduler.add_request(request(f"r{index}", list(range(3 + index, 103 + index)), 60))
+    for index in range(4):
+        scheduler.add_request(request(f"r{index}", [*range(3, 90)], 150))
     requests = dict(scheduler.requests)
 
     run_all(scheduler)
@@ -329,7 +331,7 @@ def test_the_memory_log_and_the_spans_get_the_same_look_ups(
     monkeypatch.setenv("JENGA_MEMORY_LOG", str(tmp_path / "log.jsonl"))
     scheduler = traced_scheduler(22 * 32 << 10)
     for index in range(4):
-        scheduler.add_request(request(f"r{index}", list(range(3 + index, 103 + index)), 60))
+        scheduler.add_request(request(f"r{index}", [*range(3, 90)], 150))
     run_all(scheduler)
     scheduler.schedule()  # writes the line that has the last look-ups
 
