@@ -476,7 +476,7 @@ def check_engine(result, prompts):
 
 
 @pytest.mark.parametrize(
-    "processes", [pytest.param("0", marks=pytest.mark.slow), "1"], ids=["in_process", "of_its_own"]
+    "processes", ["0", pytest.param("1", marks=pytest.mark.slow)], ids=["in_process", "of_its_own"]
 )
 def test_spans_of_an_engine_are_in_the_trace_of_the_client(processes, tiny_model, run_engine):
     (prompt,) = prompts_of_lengths([100], seed=3)
