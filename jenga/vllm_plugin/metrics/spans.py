@@ -133,7 +133,8 @@ class AdmissionSpans:
             manager: Manager that admits the requests.
             endpoint: URL to which spans are sent.
             pass_on: Function that gets the records of look-ups that are taken from the manager. Its
-                owner also takes the manager's evictions. None means that nobody else wants either.
+                owner also takes the manager's evictions. None means that these spans are the only
+                reader of both.
             clock: Function that returns the time in seconds.
 
         Raises:
@@ -159,7 +160,7 @@ class AdmissionSpans:
         manager.record_evictions()
 
     def step_starts(self) -> None:
-        """Drop the evictions of the last step, unless somebody else takes them."""
+        """Drop the evictions of the last step, unless another reader takes them."""
         if self._pass_on is None:
             self._manager.take_evictions()
 
