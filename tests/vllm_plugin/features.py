@@ -160,6 +160,9 @@ SERVED = {
         "Prometheus metrics": (
             "test_serve.py::test_metrics_tell_what_requests_asked_and_found_and_what_is_in_use"
         ),
+        "OpenTelemetry traces (`--otlp-traces-endpoint`)": (
+            "test_spans.py::test_spans_of_an_engine_are_in_the_trace_of_the_client"
+        ),
     },
 }
 """Features that are served, each with a test in this folder."""

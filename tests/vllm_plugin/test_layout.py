@@ -62,6 +62,7 @@ def engine_config(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, tensor_parallel_size=1, data_parallel_index=0
         ),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         additional_config={},
         max_in_flight_tokens=64,
         num_lookahead_tokens=0,

@@ -103,6 +103,7 @@ class JengaKVCacheConfig(KVCacheConfig):
         page_tokens: Number of tokens in a page by the options, also if no layer stores tokens.
         shared_arena: Membership in an arena that several engines share. None means that the arena
             is this engine's own.
+        traces_endpoint: URL to which spans of requests are sent. None means that there are none.
     """
 
     geometry: Geometry | None = None
@@ -114,6 +115,7 @@ class JengaKVCacheConfig(KVCacheConfig):
     step_tokens: float = STEP_TOKENS
     page_tokens: int = TOKENS_PER_PAGE
     shared_arena: Membership | None = None
+    traces_endpoint: str | None = None
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -376,6 +378,7 @@ def cut_arena(
         history_query_tokens=(max_decode_tokens(vllm_config) if history_tokens(vllm_config) else 0),
         step_tokens=step_tokens(vllm_config),
         page_tokens=_page_tokens(vllm_config),
+        traces_endpoint=vllm_config.observability_config.otlp_traces_endpoint,
     )
 
 

@@ -127,7 +127,12 @@ class MemoryLog:
         finalize(self, self._file.close)
         self._manager = manager
         self._num_steps = 0
+        self._misses: list[Miss] = []
         manager.record_evictions()
+
+    def add_misses(self, misses: list["Miss"]) -> None:
+        """Add look-ups that another reader took from the manager to the line of the next step."""
+        self._misses += misses
 
     def step(self) -> None:
         """Write the line of a step that begins now."""
@@ -139,8 +144,9 @@ class MemoryLog:
             record["host"] = asdict(host)
         if evictions := self._manager.take_evictions():
             record["evictions"] = list(map(_describe_eviction, evictions))
-        if misses := self._manager.take_misses():
+        if misses := self._misses + self._manager.take_misses():
             record["misses"] = list(map(_describe_miss, misses))
+            self._misses = []
         self._file.write(json.dumps(record))
         self._num_steps += 1
 

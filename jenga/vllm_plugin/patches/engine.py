@@ -112,8 +112,10 @@ def _update_request_as_session(original: Function) -> Function:
             computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
             session.num_computed_tokens = computed_tokens
         original(self, session, update)
-        if isinstance(manager, JengaKVCacheManager) and manager.give_up_spoilt(session):
-            session.num_computed_tokens = 0
+        if isinstance(manager, JengaKVCacheManager):
+            manager.note_waiting(session)
+            if manager.give_up_spoilt(session):
+                session.num_computed_tokens = 0
 
     return update
 
@@ -168,8 +170,10 @@ def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: AN
     from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
     manager = scheduler.kv_cache_manager
-    if isinstance(manager, JengaKVCacheManager) and scheduler.policy == SchedulingPolicy.FCFS:
-        manager.announce(request, first=first)
+    if isinstance(manager, JengaKVCacheManager):
+        manager.note_waiting(request)
+        if scheduler.policy == SchedulingPolicy.FCFS:
+            manager.announce(request, first=first)
 
 
 def _try_schedule_encoder_inputs(original: Function) -> Function:

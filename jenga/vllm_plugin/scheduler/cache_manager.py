@@ -33,6 +33,7 @@ from jenga.vllm_plugin.arena.layout import (
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.metrics.memory_log import MemoryLog, open_memory_log
 from jenga.vllm_plugin.metrics.readings import MetricReader
+from jenga.vllm_plugin.metrics.spans import AdmissionSpans, open_spans
 from jenga.vllm_plugin.orders.step_orders import StepOrders
 from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
 from jenga.vllm_plugin.scheduler.encoder_cache import ArenaEncoderCache, ImageBook
@@ -225,6 +226,12 @@ class JengaKVCacheManager:
         self._memory_log: MemoryLog | None = open_memory_log(
             self.manager, data_parallel_index=kv_cache_config.data_parallel_index
         )
+        log = self._memory_log
+        self._spans: AdmissionSpans | None = open_spans(
+            self.manager,
+            kv_cache_config.traces_endpoint,
+            pass_on=log.add_misses if log is not None else None,
+        )
         self.metrics = MetricReader(self.manager)
 
     def open_encoder_cache(self, encoder_cache: object) -> None:
@@ -301,6 +308,8 @@ class JengaKVCacheManager:
                 self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if self._memory_log is not None:
             self._memory_log.step()
+        if self._spans is not None:
+            self._spans.step_starts()
 
     def rest(self) -> None:
         """Exchange large pages of a shared arena while the engine has no work."""
@@ -347,6 +356,11 @@ class JengaKVCacheManager:
         return self.manager.capacity.can_ever_fit(
             most_tokens, chunk_tokens=most_tokens, facts=self._facts(request)
         )
+
+    def note_waiting(self, request: "Request") -> None:
+        """Record for traces that a request is in the queue. A session waits once it has a turn."""
+        if self._spans is not None and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self._spans.wait(request.request_id)
 
     def announce(self, request: "Request", *, first: bool) -> None:
         """Record that a request waits in the queue.
@@ -470,7 +484,7 @@ class JengaKVCacheManager:
             if isinstance(error, NotLoadedError):
                 self._put_off = request
             if is_waiting:
-                self.metrics.held_back.refuse(request.request_id, error)
+                self._note_refusal(request, error)
             return None
         if (
             self._images is not None
@@ -482,7 +496,7 @@ class JengaKVCacheManager:
                 self.free(request)
             return None
         if is_waiting:
-            self.metrics.held_back.end(request.request_id)
+            self._note_admission(request)
         self._step_tokens += num_new_tokens
         if self.enable_caching:
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
@@ -493,6 +507,16 @@ class JengaKVCacheManager:
             self._states.schedule(request, computed_tokens, num_tokens)
         new_pages = new_pages[: self.num_kv_cache_groups]
         return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
+
+    def _note_refusal(self, request: "Request", error: OutOfPagesError) -> None:
+        self.metrics.held_back.refuse(request.request_id, error)
+        if self._spans is not None:
+            self._spans.refuse(request.request_id, error)
+
+    def _note_admission(self, request: "Request") -> None:
+        self.metrics.held_back.end(request.request_id)
+        if self._spans is not None:
+            self._spans.admit(request)
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
         """Commit the full pages of a request's first `num_computed_tokens` to the prefix cache."""
@@ -507,6 +531,8 @@ class JengaKVCacheManager:
         The scheduler also calls it for requests without pages, aborted while they waited.
         """
         self._scheduled.pop(request.request_id, None)
+        if self._spans is not None and request.is_finished():
+            self._spans.forget(request.request_id)
         if self._images is not None:
             self._images.forget(request.request_id)
         if self.manager.is_running(request.request_id):
