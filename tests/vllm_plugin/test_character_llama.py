@@ -175,8 +175,8 @@ def test_the_second_runner_in_an_arena_that_evicts_and_preempts(model, run_engin
     ours = run_engine(
         model,
         prompts,
-        max_tokens=30,
-        options=JENGA | {"max_num_seqs": 4, "kv_cache_memory_bytes": SMALL_ARENA_BYTES},
+        max_tokens=60,
+        options=JENGA | {"max_num_seqs": 6, "kv_cache_memory_bytes": SMALL_ARENA_BYTES},
         environment={V2_RUNNER: "1"},
         fill_arena=True,
         report_manager=True,

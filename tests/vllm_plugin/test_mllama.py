@@ -157,7 +157,7 @@ def test_two_tensor_parallel_workers_read_images_and_find_them_again(
         by_references=True,
     )
 
-    answers = [output["token_ids"] for output in two["outputs"]]
+    answers = [output["tokens"] for output in two["outputs"]]
     assert answers[: len(MIXED)] == answers[len(MIXED) :]
     assert_same_generation(two | {"outputs": two["outputs"][: len(MIXED)]}, ours)
     found = [output["cached_tokens"] for output in two["outputs"]]
