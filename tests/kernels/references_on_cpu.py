@@ -148,6 +148,13 @@ def stored(dtype):
     return cached(dtype) | new
 
 
+def dequantised(dtype):
+    """Pages of 8 tokens of which one gets none, and one only some."""
+    runs = torch.tensor([[0, 16, 21], [1, 0, 8], [-1, 0, 8], [0, 0, 8]], dtype=I32)
+    outputs = {name: torch.full((4, 8, 2, 32), torch.nan) for name in ("k_out", "v_out")}
+    return cached(dtype) | outputs | {"page_table": PAGE_TABLE, "page_runs": runs}
+
+
 def merged():
     parts = {"first_out": numbers(5, 2, 16), "second_out": numbers(5, 2, 16, seed=1)}
     sums = {"first_lse": numbers(5, 2, seed=2), "second_lse": numbers(5, 2, seed=3)}
@@ -173,6 +180,10 @@ CASES = {
     "delta_update": lambda: delta_rule() | SLOTS | {
         "state_slots": torch.tensor([[1, 0, 0, 0, 4], [3, 0, 0, 0, 0]], dtype=I32)
     },
+    "dequantise_pages": lambda: dequantised(torch.float8_e4m3fn),
+    "dequantise_pages of the other float8": lambda: dequantised(torch.float8_e5m2),
+    "dequantise_pages of int8": lambda: dequantised(torch.int8),
+    "dequantise_pages of int4": lambda: dequantised(torch.uint8),
     "kv_store": lambda: stored(FLOAT),
     "kv_store of float8": lambda: stored(torch.float8_e4m3fn),
     "kv_store of the other float8": lambda: stored(torch.float8_e5m2),
