@@ -2,10 +2,10 @@
 
 python -m perf.kernels.bench_scratch_attention [--only fp8] [--dry-run]
 
-For each shape there are three rows: "jenga" reads the quantised pages, "jenga-scratch" restores
-them first, with the time of that, and "jenga-16-bit" reads the same prompts from bfloat16 pages,
-which is the speed to compare with. The shapes with few query tokens show from where on a scratch
-pays, which is `MIN_ROWS_PER_TOKEN` of `jenga_kernels.scratch_plan`.
+Each shape has three rows. For the first, "jenga", prompts read the quantised pages. For the second,
+"jenga-scratch", they are restored first, which counts. The third, "jenga-16-bit", reads as many
+tokens from bfloat16 pages, and is the speed to compare with. Shapes with few query tokens show from
+where on a scratch pays: `MIN_ROWS_PER_TOKEN` of `jenga_kernels.scratch_plan`.
 """
 
 from dataclasses import replace

@@ -306,6 +306,7 @@ def test_an_operation_refuses_what_does_not_fit_before_it_writes(case):
         "target_ids": lambda ids: ids[:-1],
         "state_slots": lambda slots: slots.to(torch.int64),
         "seq_lens": lambda lens: lens[:-1],
+        "page_runs": lambda runs: runs[:, :2],
         "second_lse": lambda lse: lse[:, :-1],
     }
     name = next(name for name in wrong if name in given)
