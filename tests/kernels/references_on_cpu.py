@@ -15,6 +15,7 @@ from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.checks.histories import DeltaHistory, InputHistory
 from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.scratch_plan import plan_scratch
 from tests.kernels.support import generator, randn, shuffled_page_table, strided_layer
 from tests.kernels.test_signatures import OPERATIONS
 
@@ -120,6 +121,27 @@ def planned_attention():
     return given | {"plan": plan}
 
 
+def scratched(dtype):
+    """A prompt of five tokens through a scratch, and a decoded request."""
+    given = attention(dtype)
+    kind = AttentionKind(
+        num_heads=4, num_kv_heads=2, head_dim=32, page_tokens=16, is_quantised=True
+    )
+    plan = plan_attention(
+        QUERY_STARTS, SEQ_LENS, kind, num_tokens=8, dtype=FLOAT, decode_query_tokens=1
+    )
+    through = plan_scratch(
+        plan,
+        QUERY_STARTS,
+        SEQ_LENS,
+        requests=((5, 21), (1, 9)),
+        scratch_bytes=1 << 20,
+        min_rows_per_token=0,
+    )
+    assert through is not None
+    return given | {"plan": through, "scratch": torch.zeros(1 << 20, dtype=torch.uint8)}
+
+
 def latents(dtype, *, is_planned=False):
     pages = numbers(6, 16, 48, seed=3).to(dtype)
     given = {
@@ -208,6 +230,7 @@ CASES = {
     "paged_attention of float8": lambda: attention(torch.float8_e4m3fn),
     "paged_attention of int8": lambda: attention(torch.int8),
     "paged_attention of int4": lambda: attention(torch.uint8),
+    "scratch_attention": lambda: scratched(torch.float8_e4m3fn),
     "state_replay": lambda: recurrence() | COUNTS | {
         "history": InputHistory(
             x=numbers(5, 4, 8, 16), dt=numbers(5, 4, 8).abs(), B=numbers(5, 2, 8, 32)
