@@ -222,7 +222,8 @@ def _unserved_with_scratch(vllm_config: "VllmConfig") -> list[str]:
         return []
     model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     checks = {
-        f"--kv-cache-dtype {cache_dtype}": not is_quantised(cache_dtype),
+        # With "auto", the layers of a checkpoint may have scales, and then a quantised cache.
+        f"--kv-cache-dtype {cache_dtype}": cache_dtype in {"float16", "bfloat16"},
         "latent attention": model is not None and model.use_mla,
         "VLLM_BATCH_INVARIANT": vllm.envs.VLLM_BATCH_INVARIANT,
     }

@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVQuantMode
 
+from jenga.vllm_plugin.config import _unserved_with_scratch
 from jenga.vllm_plugin.layers import attention
 from jenga.vllm_plugin.layers.attention import JengaTritonImpl
 from jenga.vllm_plugin.layers.prompt_scratch import scratch_on
@@ -182,11 +183,35 @@ def test_the_calls_to_be_tried_are_those_over_the_scratch(monkeypatch):
     assert call.arguments["k_scale"] is call.arguments["v_slot_scales"] is None
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "uses_latents", "is_invariant", "met"),
+    [
+        ("fp8", False, False, []),
+        ("auto", False, False, []),
+        ("bfloat16", True, False, ["--kv-cache-dtype bfloat16", "latent attention"]),
+        ("int8_per_token_head", False, True, ["VLLM_BATCH_INVARIANT"]),
+    ],
+)
+def test_options_that_leave_a_scratch_unused_are_named(
+    cache_dtype, uses_latents, is_invariant, met, monkeypatch
+):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=uses_latents),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(is_invariant)))
+
+    assert _unserved_with_scratch(config) == []
+    monkeypatch.setenv(SCRATCH_VARIABLE, "1000")
+    assert _unserved_with_scratch(config) == met
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_engine_generates_the_same_through_a_scratch(tiny_model, run_engine):
-    model, given = tiny_model("llama_fp8_cache"), prompts_of_lengths((600, 20), seed=0)
+    model, given = tiny_model("llama_fp8_cache"), prompts_of_lengths((520,), seed=0)
     job = {
+        "max_tokens": 2,
         "options": {
             "attention_backend": "JENGA_TRITON",
             "hf_overrides": {"max_position_embeddings": 1024},

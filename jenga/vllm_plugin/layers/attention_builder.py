@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import vllm.envs
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -27,6 +28,8 @@ from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_atte
 from jenga_kernels.checks.pages import is_other_float
 from jenga_kernels.scratch_plan import ScratchPlan, page_bytes, scratch_pages
 from jenga_kernels.trial_calls import Call
+
+logger = init_logger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -265,6 +268,10 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         self.kernels = KernelChoice(device, asked=asked)
         # In cross attention, the host's bounds count tokens of the decoder.
         has_scratch = self._kind.is_quantised and self._kind.is_causal
+        if settings.prompt_scratch_bytes and not self._kind.is_quantised:
+            logger.warning_once(
+                "%s has no effect on layers whose cache is not quantised", SCRATCH_VARIABLE
+            )
         scratch_bytes = settings.prompt_scratch_bytes if has_scratch else 0
         least_bytes = page_bytes(self._kind, self._dtype)
         if 0 < scratch_bytes < least_bytes:
