@@ -70,6 +70,11 @@ def is_selected(vllm_config: "VllmConfig") -> bool:
     return vllm_config.attention_config.backend is backend_member()
 
 
+def is_quantised(cache_dtype: str) -> bool:
+    """Whether a value of --kv-cache-dtype is for elements of a byte or less."""
+    return cache_dtype.startswith("fp8") or cache_dtype.endswith("per_token_head")
+
+
 def uses_sparse_latents(model: "ModelConfig") -> bool:
     """Whether a model has latent attention that reads only tokens chosen by an indexer."""
     config = model.hf_text_config
@@ -139,6 +144,7 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA,
         Refusal.IMAGE_ATTENTION: ", ".join(_unserved_with_images(vllm_config)),
         Refusal.TOKEN_BUDGETS: ", ".join(_unserved_with_budgets(vllm_config)),
+        Refusal.PROMPT_SCRATCH: ", ".join(_unserved_with_scratch(vllm_config)),
         Refusal.QUERY_QUANTIZATION: (
             model is not None and model.use_mla and attention.use_prefill_query_quantization
         ),
@@ -206,6 +212,20 @@ def _unserved_with_budgets(vllm_config: "VllmConfig") -> list[str]:
         f"--long-prefill-token-threshold below {2 * recent_tokens}, twice recent_tokens": (
             0 < threshold < 2 * recent_tokens
         ),
+    }
+    return [option for option, is_used in checks.items() if is_used]
+
+
+def _unserved_with_scratch(vllm_config: "VllmConfig") -> list[str]:
+    """Name the options with which a scratch for prompts would have no effect, if there is one."""
+    if not read_settings(os.environ).prompt_scratch_bytes:
+        return []
+    model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    checks = {
+        # With "auto", the layers of a checkpoint may have scales, and then a quantised cache.
+        f"--kv-cache-dtype {cache_dtype}": cache_dtype in {"float16", "bfloat16"},
+        "latent attention": model is not None and model.use_mla,
+        "VLLM_BATCH_INVARIANT": vllm.envs.VLLM_BATCH_INVARIANT,
     }
     return [option for option, is_used in checks.items() if is_used]
 

@@ -31,6 +31,7 @@ BENCHMARKS = (
     "bench_latent_store",
     "bench_pages",
     "bench_token_budgets",
+    "bench_scratch_attention",
     "bench_host_memory",
 )
 """Benchmarks. The longest ones run in several parts, selected by their shapes' names."""

@@ -51,6 +51,8 @@ SMALL_TESTS = {
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "token_scores": ("agree_with_their_reference[last_chunks-plain]",),
     "pack_slots": ("moves_what_is_kept_and_touches_no_other_slot[two_requests-torch.bfloat16]",),
+    "dequantise_pages": ("restores_its_runs_and_writes_nothing_else[mixed-torch.bfloat16-e4m3]",),
+    "scratch_attention": ("agrees_with_the_reference[mixed-torch.bfloat16-e4m3_slots]",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),
     "latent_attention": ("agrees_with_its_reference[fp8]",),
     "conv_update": ("matches_its_reference[speculative-torch.bfloat16-2-dim_last]",),

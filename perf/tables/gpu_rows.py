@@ -129,6 +129,14 @@ GROUPS = (
         kernels=("latent_prefill",),
     ),
     Group(
+        name="scratch",
+        benchmark="bench_scratch_attention",
+        title="Prompts over caches of 8 and 4 bits, and through a scratch of 16 bits",
+        shapes="",
+        setting="queries in bfloat16, keys and values as the name says",
+        kernels=("attention_prefill", "attention_prefill_hopper", "dequantise_pages"),
+    ),
+    Group(
         name="token budgets",
         benchmark="bench_token_budgets",
         title="Prompts that shrink to a token budget",

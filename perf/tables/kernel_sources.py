@@ -95,6 +95,7 @@ KERNELS = {
     "attention_merge": Kernel(kernels=("attention_merge_kernel",), tiles=("copy_tiles",)),
     "token_scores": Kernel(kernels=("token_scores_kernel",), tiles=()),
     "pack_slots": Kernel(kernels=("pack_slots_kernel",), tiles=("copy_tiles",)),
+    "dequantise_pages": Kernel(kernels=("dequantise_pages_kernel",), tiles=("copy_tiles",)),
 }
 """Name of a kernel in tables -> its functions."""
 

@@ -15,6 +15,7 @@ from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.checks.histories import DeltaHistory, InputHistory
 from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.scratch_plan import plan_scratch
 from tests.kernels.support import generator, randn, shuffled_page_table, strided_layer
 from tests.kernels.test_signatures import OPERATIONS
 
@@ -120,6 +121,27 @@ def planned_attention():
     return given | {"plan": plan}
 
 
+def scratched(dtype):
+    """A prompt of five tokens through a scratch, and a decoded request."""
+    given = attention(dtype)
+    kind = AttentionKind(
+        num_heads=4, num_kv_heads=2, head_dim=32, page_tokens=16, is_quantised=True
+    )
+    plan = plan_attention(
+        QUERY_STARTS, SEQ_LENS, kind, num_tokens=8, dtype=FLOAT, decode_query_tokens=1
+    )
+    through = plan_scratch(
+        plan,
+        QUERY_STARTS,
+        SEQ_LENS,
+        requests=((5, 21), (1, 9)),
+        scratch_bytes=1 << 20,
+        min_rows_per_token=0,
+    )
+    assert through is not None
+    return given | {"plan": through, "scratch": torch.zeros(1 << 20, dtype=torch.uint8)}
+
+
 def latents(dtype, *, is_planned=False):
     pages = numbers(6, 16, 48, seed=3).to(dtype)
     given = {
@@ -148,6 +170,13 @@ def stored(dtype):
     return cached(dtype) | new
 
 
+def dequantised(dtype):
+    """Pages of 8 tokens of which one gets none, and one only some."""
+    runs = torch.tensor([[0, 16, 21], [1, 0, 8], [-1, 0, 8], [0, 0, 8]], dtype=I32)
+    outputs = {name: torch.full((4, 8, 2, 32), torch.nan) for name in ("k_out", "v_out")}
+    return cached(dtype) | outputs | {"page_table": PAGE_TABLE, "page_runs": runs}
+
+
 def merged():
     parts = {"first_out": numbers(5, 2, 16), "second_out": numbers(5, 2, 16, seed=1)}
     sums = {"first_lse": numbers(5, 2, seed=2), "second_lse": numbers(5, 2, seed=3)}
@@ -173,6 +202,10 @@ CASES = {
     "delta_update": lambda: delta_rule() | SLOTS | {
         "state_slots": torch.tensor([[1, 0, 0, 0, 4], [3, 0, 0, 0, 0]], dtype=I32)
     },
+    "dequantise_pages": lambda: dequantised(torch.float8_e4m3fn),
+    "dequantise_pages of the other float8": lambda: dequantised(torch.float8_e5m2),
+    "dequantise_pages of int8": lambda: dequantised(torch.int8),
+    "dequantise_pages of int4": lambda: dequantised(torch.uint8),
     "kv_store": lambda: stored(FLOAT),
     "kv_store of float8": lambda: stored(torch.float8_e4m3fn),
     "kv_store of the other float8": lambda: stored(torch.float8_e5m2),
@@ -197,6 +230,7 @@ CASES = {
     "paged_attention of float8": lambda: attention(torch.float8_e4m3fn),
     "paged_attention of int8": lambda: attention(torch.int8),
     "paged_attention of int4": lambda: attention(torch.uint8),
+    "scratch_attention": lambda: scratched(torch.float8_e4m3fn),
     "state_replay": lambda: recurrence() | COUNTS | {
         "history": InputHistory(
             x=numbers(5, 4, 8, 16), dt=numbers(5, 4, 8).abs(), B=numbers(5, 2, 8, 32)
@@ -295,6 +329,7 @@ def test_an_operation_refuses_what_does_not_fit_before_it_writes(case):
         "target_ids": lambda ids: ids[:-1],
         "state_slots": lambda slots: slots.to(torch.int64),
         "seq_lens": lambda lens: lens[:-1],
+        "page_runs": lambda runs: runs[:, :2],
         "second_lse": lambda lse: lse[:, :-1],
     }
     name = next(name for name in wrong if name in given)

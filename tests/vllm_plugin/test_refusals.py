@@ -144,6 +144,16 @@ CONFIGURED = {
         },
         "met": "--max-num-batched-tokens below 72, --max-num-seqs and twice recent_tokens",
     },
+    "PROMPT_SCRATCH": {
+        "options": {"kv_cache_dtype": "bfloat16"},
+        "environment": {"JENGA_PROMPT_SCRATCH_BYTES": "1000000", "VLLM_BATCH_INVARIANT": "1"},
+        "met": "--kv-cache-dtype bfloat16, VLLM_BATCH_INVARIANT",
+    },
+    "PROMPT_SCRATCH-latents": {
+        "options": {"model": "{deepseek_v3}", "kv_cache_dtype": "fp8"},
+        "environment": {"JENGA_PROMPT_SCRATCH_BYTES": "1000000"},
+        "met": "latent attention",
+    },
     "DIFFUSION": {"options": {"model": "{gemma2 canvas_length=32}"}},
     # Its own configuration needs the code that comes with it.
     "HYMBA": {

@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
         ("JENGA_HISTORY_TOKENS", "-16"),
         ("JENGA_IMAGE_EMBEDDINGS", "arena"),
         ("JENGA_MEMORY_LOG_BYTES", "1e6"),
+        ("JENGA_PROMPT_SCRATCH_BYTES", "256MB"),
         ("JENGA_CACHE", "~no_such_user/cache"),
     ],
 )

@@ -1,5 +1,6 @@
 """The attention backend JENGA_TRITON: vLLM's backend interface, served by `jenga_kernels`."""
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +13,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from jenga.vllm_plugin.config import CACHE_DTYPES
+from jenga.vllm_plugin.config import CACHE_DTYPES, is_quantised
 from jenga.vllm_plugin.layers.attention_builder import (
     JengaTritonMetadata,
     JengaTritonMetadataBuilder,
@@ -24,14 +25,16 @@ from jenga.vllm_plugin.layers.cache_views import (
     CacheViews,
     cache_views,
 )
+from jenga.vllm_plugin.layers.prompt_scratch import scratch_on
 from jenga.vllm_plugin.patches.all_patches import check_watch
-from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.specs.layer_types import HEAD_DIMS, INT4_ROW_ELEMENTS
 from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.rotation import Rotation, hadamard_rotation
+from jenga_kernels.scratch_attention import scratch_attention
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
 from jenga_kernels.triton.lib.tiles import ADA
 
@@ -197,6 +200,9 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.scratch_bytes = 0
+        if is_quantised(kv_cache_dtype):
+            self.scratch_bytes = read_settings(os.environ).prompt_scratch_bytes
         # Strides of the queries when vLLM profiles memory. Every step has the same strides.
         self.query_strides: tuple[int, ...] | None = None
         # On the host: a device tensor made now would be lost with the weights in deep sleep.
@@ -225,6 +231,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         dtype: torch.dtype,
         decode_query_tokens: int | None,
         reads_spans: bool,
+        scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Call:
         """Describe the calls of `paged_attention` that the layer will make.
 
@@ -234,7 +241,18 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             dtype: Element type of the queries.
             decode_query_tokens: As in `plan_attention`.
             reads_spans: Whether tokens of images attend to later tokens of their image.
+            scratch: Pages of keys and of values that prompts read instead of the layer's cache.
         """
+        views = self._views(layer, layer.kv_cache)
+        if scratch is not None:
+            views = CacheViews(
+                k_pages=scratch[0],
+                v_pages=scratch[1],
+                k_scale=None,
+                v_scale=None,
+                k_slot_scales=None,
+                v_slot_scales=None,
+            )
         shape = (FEW_TOKENS, self.num_heads, self.head_size)
         q = torch.empty(shape, dtype=dtype, device="meta")
         if self.query_strides is not None:
@@ -250,7 +268,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             alibi_slopes=self.alibi_slopes,
             decode_query_tokens=decode_query_tokens,
             reads_spans=reads_spans,
-            **self._views(layer, layer.kv_cache),  # pyright: ignore[reportArgumentType] (of a TypedDict)
+            **views,  # pyright: ignore[reportArgumentType] (of a TypedDict)
         )
 
     def do_kv_cache_update(
@@ -291,6 +309,8 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             raise Refusal.QUANTISED_OUTPUT.error()
         if attn_metadata is None:  # vLLM profiles memory without a cache
             self.query_strides = query.stride()
+            if self.scratch_bytes:
+                scratch_on(query.device, self.scratch_bytes)
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
         query, results, scale = query[:num_tokens], output[:num_tokens], self.scale
@@ -298,24 +318,27 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             rotation = _rotation(query)
             query, scale = query @ rotation.forward, scale / rotation.gain
             results = torch.empty_like(results)
-        paged_attention(
-            query,
-            page_table=attn_metadata.page_table,
-            query_starts=attn_metadata.query_starts,
-            seq_lens=attn_metadata.seq_lens,
-            scale=scale,
-            window_tokens=self.window_tokens,
-            chunk_tokens=attn_metadata.plan.kind.chunk_tokens,
-            is_causal=attn_metadata.plan.kind.is_causal,
-            spans=attn_metadata.spans,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            alibi_slopes=self._slopes(query.device),
-            out=results,
-            lse=attn_metadata.lse,
-            plan=attn_metadata.plan,
+        shared = {
+            "page_table": attn_metadata.page_table,
+            "query_starts": attn_metadata.query_starts,
+            "seq_lens": attn_metadata.seq_lens,
+            "scale": scale,
+            "window_tokens": self.window_tokens,
+            "chunk_tokens": attn_metadata.plan.kind.chunk_tokens,
+            "is_causal": attn_metadata.plan.kind.is_causal,
+            "soft_cap": self.soft_cap,
+            "sinks": self.sinks,
+            "alibi_slopes": self._slopes(query.device),
+            "out": results,
+            "lse": attn_metadata.lse,
             **self._views(layer, kv_cache),
-        )
+        }
+        scratch, scratch_plan = attn_metadata.scratch, attn_metadata.scratch_plan
+        if scratch is not None and scratch_plan is not None:
+            scratch_attention(query, **shared, plan=scratch_plan, scratch=scratch)
+        else:
+            spans, plan = attn_metadata.spans, attn_metadata.plan
+            paged_attention(query, **shared, spans=spans, plan=plan)
         if self.kv_cache_dtype == INT4:
             torch.matmul(results, _rotation(results).back, out=output[:num_tokens])
         return output

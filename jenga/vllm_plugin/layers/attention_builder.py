@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import vllm.envs
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -18,13 +19,17 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuan
 
 from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
 from jenga.vllm_plugin.layers.cpu_serving import prepare_device
-from jenga.vllm_plugin.settings.environment import read_settings
+from jenga.vllm_plugin.layers.prompt_scratch import plan_of_step, scratch_on
+from jenga.vllm_plugin.settings.environment import SCRATCH_VARIABLE, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import decode_query_tokens, most_group_heads
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.checks.pages import is_other_float
+from jenga_kernels.scratch_plan import ScratchPlan, page_bytes, scratch_pages
 from jenga_kernels.trial_calls import Call
+
+logger = init_logger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +51,9 @@ class JengaTritonMetadata(AttentionMetadata):
             addition. None if the step has no such tokens.
         lse: f32[num_actual_tokens, num_heads], where each layer writes the log-sum-exps of its
             scores. None if the step needs none.
+        scratch: u8[num_bytes], to which the step's prompts restore quantised keys and values. None
+            if they read the arena's pages.
+        scratch_plan: Work lists of a step with such a buffer.
     """
 
     num_actual_tokens: int
@@ -55,6 +63,8 @@ class JengaTritonMetadata(AttentionMetadata):
     plan: AttentionPlan
     spans: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    scratch: torch.Tensor | None = None
+    scratch_plan: ScratchPlan | None = None
 
 
 def image_spans(
@@ -256,16 +266,35 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         # Invariant batches do not use these kernels, so no trial is needed.
         asked = False if self._is_batch_invariant else settings.has_specialized_prefill
         self.kernels = KernelChoice(device, asked=asked)
+        # In cross attention, the host's bounds count tokens of the decoder.
+        has_scratch = self._kind.is_quantised and self._kind.is_causal
+        if settings.prompt_scratch_bytes and not self._kind.is_quantised:
+            logger.warning_once(
+                "%s has no effect on layers whose cache is not quantised", SCRATCH_VARIABLE
+            )
+        scratch_bytes = settings.prompt_scratch_bytes if has_scratch else 0
+        least_bytes = page_bytes(self._kind, self._dtype)
+        if 0 < scratch_bytes < least_bytes:
+            msg = (
+                f"{SCRATCH_VARIABLE}={scratch_bytes}: expected at least {least_bytes} bytes, for a "
+                f"page of these layers"
+            )
+            raise ValueError(msg)
+        self._scratch = scratch_on(device, scratch_bytes) if scratch_bytes else None
         self._layers = vllm_config.compilation_config.static_forward_context
         self._captured = CapturedPlans()
 
     def calls(self) -> list[Call]:
         """Describe the calls of `paged_attention` that the layers will make, for trials.
 
-        There are none for quantised pages: specialised kernels serve them only on request.
+        There are none for quantised pages, which specialised kernels do not read. If prompts read a
+        scratch instead, the calls are those over the scratch.
         """
+        scratch = None
         if self._kind.is_quantised:
-            return []
+            if self._scratch is None:
+                return []
+            scratch = scratch_pages(self._scratch, self._kind, self._dtype)
         layers = [self._layers[name] for name in self.layer_names]
         return [
             layer.impl.call_of(
@@ -273,7 +302,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
                 self._kind,
                 dtype=self._dtype,
                 decode_query_tokens=self._decode_query_tokens,
-                reads_spans=self._reads_images,
+                reads_spans=self._reads_images and scratch is None,
+                scratch=scratch,
             )
             for layer in layers
         ]
@@ -298,12 +328,23 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         if reach.is_read:
             window_tokens = self._kind.window_tokens
             spans = image_spans(common, window_tokens, is_clamped=reach.is_clamped)
+        plan, scratch_plan = self._plan(common, has_spans=spans is not None), None
+        # Steps of a draft model (fast_build) have few query tokens each.
+        if self._scratch is not None and spans is None and not fast_build:
+            scratch_plan = plan_of_step(
+                plan,
+                common,
+                scratch_bytes=self._scratch.numel(),
+                is_warp_specialized=self.kernels.own,
+            )
         return JengaTritonMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_starts=common.query_start_loc,
             seq_lens=common.seq_lens,
             page_table=common.block_table_tensor,
-            plan=self._plan(common, has_spans=spans is not None),
+            plan=plan,
+            scratch=None if scratch_plan is None else self._scratch,
+            scratch_plan=scratch_plan,
             # Copied from pinned memory. Otherwise the host would wait for earlier steps.
             spans=None if spans is None else async_tensor_h2d(spans, device=self.device),
         )

@@ -26,6 +26,7 @@ _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 IMAGES_VARIABLE = "JENGA_IMAGE_EMBEDDINGS"
+SCRATCH_VARIABLE = "JENGA_PROMPT_SCRATCH_BYTES"
 SHARED_ARENA_VARIABLE = "JENGA_SHARED_ARENA"
 GUARANTEE_VARIABLE = "JENGA_SHARED_ARENA_GUARANTEE"
 _LIMIT_VARIABLE = "JENGA_SHARED_ARENA_LIMIT"
@@ -42,6 +43,7 @@ _KNOWN_VARIABLES = frozenset(
         _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
         IMAGES_VARIABLE,
+        SCRATCH_VARIABLE,
         SHARED_ARENA_VARIABLE,
         GUARANTEE_VARIABLE,
         _LIMIT_VARIABLE,
@@ -71,6 +73,8 @@ class Settings:
             written. 0 means that the environment asks for no histories.
         keeps_image_embeddings: Whether a vision encoder's output is kept in the arena, where that
             is possible.
+        prompt_scratch_bytes: Bytes of the scratch to which prompts restore quantised keys and
+            values. 0 means that they read the quantised pages.
         shared_arena: Folder of an arena that several engines share. None means an arena of its own.
         guarantee_bytes: Bytes of the shared arena that this engine always has.
         limit_bytes: Most bytes of the shared arena that it may have. 0 means all of it.
@@ -89,6 +93,7 @@ class Settings:
     guarantee_bytes: int
     limit_bytes: int
     keeps_image_embeddings: bool = True
+    prompt_scratch_bytes: int = 0
 
 
 def selects_backend(environ: Mapping[str, str]) -> bool:
@@ -144,6 +149,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
         keeps_image_embeddings=_switch(environ, IMAGES_VARIABLE) is not False,
+        prompt_scratch_bytes=_number(environ, SCRATCH_VARIABLE, "bytes, 0 for no scratch"),
         shared_arena=_shared_arena(environ),
         guarantee_bytes=_number(environ, GUARANTEE_VARIABLE, "bytes"),
         limit_bytes=_number(environ, _LIMIT_VARIABLE, "bytes, 0 for no limit"),

@@ -213,6 +213,14 @@ class Refusal(Enum):
         ),
         instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
     )
+    PROMPT_SCRATCH = Words(
+        feature="an option with which a scratch for prompts (JENGA_PROMPT_SCRATCH_BYTES) is unused",
+        reason=(
+            "it holds copies of quantised keys and values, and a prompt may use it in one step and "
+            "not in another"
+        ),
+        instead="leave the variable unset",
+    )
     DIFFUSION = Words(
         feature="generation by diffusion, not token by token (canvas_length in the model's config)",
         reason="tokens that are replaced would have to be removed from the cache completely",
