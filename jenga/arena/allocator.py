@@ -31,7 +31,7 @@ class Room:
     """Result of asking whether a need can be met.
 
     Attributes:
-        spare_pages: Number of small pages available in pinned large pages, for each page table.
+        spare_pages: Number of small pages available in large pages in use, for each page table.
         needed_large_pages: Number of large pages needed in addition.
         available_large_pages: Number of large pages that are empty or reclaimable, less the
             reserve.
@@ -113,7 +113,7 @@ class Allocator:
             spare = table.num_spare
             sharing = None if hits is None else hits[table.index]
             if sharing is not None:
-                available -= sharing.num_pinned
+                available -= sharing.num_revived_large
                 spare += sharing.added_spare
             if need > spare:
                 needed -= (spare - need) // table.pages_per_large

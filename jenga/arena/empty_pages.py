@@ -12,15 +12,15 @@ NO_PAGES: list[int] = []
 class Vacancies:
     """Empty small pages, by large page.
 
-    A pinned large page is free or claimed. If an owner claims it, others take its empty small pages
+    A large page in use is free or claimed. If an owner claims it, others take its empty small pages
     only when no other small page is empty. A reclaimable large page is idle. Its small pages are
-    taken when it is pinned again.
+    taken when it is in use again.
 
     Attributes:
         numbers: Large page -> the numbers of its small pages.
         empties: Large page -> its empty small pages. The last one is taken next.
-        free: Pinned large pages with empty small pages that no owner claims.
-        claimed: Pinned large pages with empty small pages that an owner claims.
+        free: Large pages in use with empty small pages that no owner claims.
+        claimed: Large pages in use with empty small pages that an owner claims.
         idle: Reclaimable large pages with empty small pages.
         claims: Owner -> the large page that it claims.
         owners: Large page -> the owner that claims it.
@@ -46,7 +46,7 @@ class Vacancies:
         self.owners: dict[int, int] = {}
 
     def open(self, large: int) -> None:
-        """Add a pinned large page, all of it empty."""
+        """Add a large page in use, all of it empty."""
         k = self._pages_per_large
         numbers = list(range(large * k, (large + 1) * k))
         self.numbers[large] = numbers
@@ -54,7 +54,7 @@ class Vacancies:
         self.free.add(large, k)
 
     def open_taken(self, larges: Sequence[int]) -> list[int]:
-        """Add pinned large pages whose small pages are all taken. Return these, in order."""
+        """Add large pages in use whose small pages are all taken. Return these, in order."""
         k, pages = self._pages_per_large, list[int]()
         for large in larges:
             numbers = list(range(large * k, (large + 1) * k))
@@ -68,7 +68,7 @@ class Vacancies:
         self.numbers[large] = self.empties[large] = NO_PAGES
 
     def take(self, large: int, most: int, pages: list[int]) -> int:
-        """Move empty small pages of a pinned large page to `pages`. Return how many were moved."""
+        """Move empty small pages of a large page in use to `pages`. Return how many were moved."""
         empties = self.empties[large]
         num_before = len(empties)
         num_taken = min(most, num_before)
@@ -91,7 +91,7 @@ class Vacancies:
         return self.empties[large].pop() if large != NO_PAGE else NO_PAGE
 
     def put_back(self, large: int, pages: Sequence[int]) -> int:
-        """Add emptied small pages of a pinned large page. Return how many are empty then."""
+        """Add emptied small pages of a large page in use. Return how many are empty then."""
         empties = self.empties[large]
         bins = self.claimed if large in self.owners else self.free
         bins.remove(large, len(empties))
@@ -101,7 +101,7 @@ class Vacancies:
         return len(empties)
 
     def put_back_idle(self, large: int, pages: Sequence[int]) -> int:
-        """Do the work of `put_back` for a large page that is not pinned.
+        """Do the work of `put_back` for an idle large page.
 
         A large page that is all empty is left in no bin.
         """
@@ -113,7 +113,7 @@ class Vacancies:
         return len(empties)
 
     def claim(self, large: int, owner: int) -> None:
-        """Reserve the empty small pages of a pinned large page, if there are any, for an owner."""
+        """Reserve the empty small pages of a large page in use, if there are any, for an owner."""
         num_empty = len(self.empties[large])
         if num_empty:
             self.free.remove(large, num_empty)
@@ -130,14 +130,14 @@ class Vacancies:
             self.claimed.remove(large, num_empty)
             self.free.add(large, num_empty)
 
-    def pin(self, large: int) -> None:
-        """Record that an idle large page becomes pinned."""
+    def mark_in_use(self, large: int) -> None:
+        """Record that an idle large page is in use."""
         num_empty = len(self.empties[large])
         self.idle.remove(large, num_empty)
         self.free.add(large, num_empty)
 
-    def unpin(self, large: int) -> None:
-        """Record that a pinned large page becomes idle. If all of it is empty, it is in no bin."""
+    def mark_idle(self, large: int) -> None:
+        """Record that a large page in use becomes idle. If all of it is empty, it is in no bin."""
         num_empty = len(self.empties[large])
         if large in self.owners:
             self.claimed.remove(large, num_empty)
@@ -147,16 +147,16 @@ class Vacancies:
         if num_empty < self._pages_per_large:
             self.idle.add(large, num_empty)
 
-    def check(self, pinned: Mapping[int, bool]) -> None:
+    def check(self, held: Mapping[int, bool]) -> None:
         """Raise `InvariantError` unless bins and claims agree with the large pages.
 
         Args:
-            pinned: Held large page -> whether it is pinned.
+            held: Held large page -> whether it is in use.
         """
         bins: dict[str, dict[int, int]] = {"free": {}, "claimed": {}, "idle": {}}
-        for large, is_pinned in pinned.items():
+        for large, is_in_use in held.items():
             if self.empties[large]:
-                name = "idle" if not is_pinned else "claimed" if large in self.owners else "free"
+                name = "idle" if not is_in_use else "claimed" if large in self.owners else "free"
                 bins[name][large] = len(self.empties[large])
         self.free.check(bins["free"])
         self.claimed.check(bins["claimed"])

@@ -1,12 +1,12 @@
 """Evictable small pages of the large pages that one page table holds, in eviction order.
 
 A large page without a user is evicted as a whole. The order of small pages therefore matters only
-in pinned large pages. It is built on the first request for it, because most large pages are given
+in large pages in use. It is built on the first request for it, because most large pages are given
 away without one.
 
-A small page that no checkpoint needs is *loose*. Loose pages of pinned large pages are evicted
+A small page that no checkpoint needs is *loose*. Loose pages of large pages in use are evicted
 before everything else, and those of the fullest large page first. By age alone, the pages that a
-request takes would be scattered over many large pages, and each of these would stay pinned because
+request takes would be scattered over many large pages, and each of these would stay in use because
 of it.
 """
 
@@ -28,9 +28,9 @@ class Evictables:
         stamps: Small page -> its rank if it is evictable, else `NOT_QUEUED`.
         eldest: Large page -> lower bound of the ranks of its evictable small pages.
         youngest: Large page -> upper bound of these ranks, which is the rank of its last use.
-        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks,
+        in_use: Large pages in use with evictable small pages, by a lower bound of their ranks,
             except those in `loose`.
-        loose: Pinned large page with loose small pages -> number of its small pages without a user.
+        loose: Large page in use with loose small pages -> number of its small pages without a user.
     """
 
     __slots__ = (
@@ -38,8 +38,8 @@ class Evictables:
         "_orders",
         "_pages_per_large",
         "eldest",
+        "in_use",
         "loose",
-        "pinned",
         "stamps",
         "youngest",
     )
@@ -49,7 +49,7 @@ class Evictables:
         self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
         self.eldest = [0] * num_larges
         self.youngest = [0] * num_larges
-        self.pinned = VictimQueue(num_larges)
+        self.in_use = VictimQueue(num_larges)
         self.loose: dict[int, int] = {}
         self._fullest = Bins()  # the pages of `loose`, by that number
         # For each large page, entries of its evictable small pages in order. Some may be stale.
@@ -64,17 +64,17 @@ class Evictables:
         """Forget a large page without evictable small pages."""
         self._orders[large] = NO_ORDER
 
-    def pin(self, large: int) -> None:
-        """Allow evictable small pages of a large page to be evicted one by one."""
+    def enqueue(self, large: int) -> None:
+        """Queue a large page in use, so that its evictable small pages are evicted one by one."""
         if large not in self.loose:
-            self.pinned.push(large, self.eldest[large])
+            self.in_use.push(large, self.eldest[large])
 
-    def unpin(self, large: int) -> None:
-        """Record that small pages of a large page are not evicted one by one, if any were."""
+    def dequeue(self, large: int) -> None:
+        """Take a large page out of the queue, if it is there: no small page is evicted alone."""
         if large in self.loose:
             self._fullest.remove(large, self.loose.pop(large))
         else:
-            self.pinned.drop(large)
+            self.in_use.drop(large)
 
     def recount(self, large: int, num_unused: int) -> None:
         """Record how many small pages of a large page in `loose` have no user."""
@@ -89,7 +89,7 @@ class Evictables:
             page: The small page.
             rank: Its rank.
             is_first: Whether no other small page of its large page is evictable.
-            goes_alone: Whether its large page stays pinned.
+            goes_alone: Whether its large page stays in use.
         """
         self.stamps[page] = rank
         if is_first or rank < self.eldest[large]:
@@ -97,8 +97,8 @@ class Evictables:
         self.youngest[large] = max(self.youngest[large], rank)
         if self._orders[large]:
             self._go_on(large, page, rank)
-        if goes_alone and (self.pinned.stamps[large] < 0 or self.pinned.rank(large) > rank):
-            self.pin(large)
+        if goes_alone and (self.in_use.stamps[large] < 0 or self.in_use.rank(large) > rank):
+            self.enqueue(large)
 
     def rerank(self, large: int, page: int, rank: int, *, goes_alone: bool) -> None:
         """Give an evictable small page another rank.
@@ -107,7 +107,7 @@ class Evictables:
             large: Its large page.
             page: The small page.
             rank: Its new rank.
-            goes_alone: Whether its large page is pinned.
+            goes_alone: Whether its large page is in use.
         """
         old, k = self.stamps[page], self._pages_per_large
         self.stamps[page] = rank
@@ -118,8 +118,8 @@ class Evictables:
             self.youngest[large] = max(self.youngest[large], rank)
         if self._orders[large]:
             self._go_on(large, page, rank)
-        if goes_alone and self.pinned.rank(large) > rank:
-            self.pin(large)
+        if goes_alone and self.in_use.rank(large) > rank:
+            self.enqueue(large)
 
     def note_whole(self, large: int, lowest: int, highest: int) -> None:
         """Record that all small pages of a large page became evictable at once.
@@ -168,15 +168,15 @@ class Evictables:
             self._orders[large] = NO_ORDER
 
     def find_loose(self, used: Sequence[int]) -> int:
-        """Return the fullest pinned large page with loose small pages, or the null page.
+        """Return the fullest large page in use with loose small pages, or the null page.
 
         Args:
             used: Large page -> number of its small pages that have a user.
         """
-        pinned, loose, k = self.pinned, self.loose, self._pages_per_large
-        while 0 <= pinned.peek_rank() < KEPT_RANK:
-            large = pinned.peek()
-            pinned.drop(large)
+        in_use, loose, k = self.in_use, self.loose, self._pages_per_large
+        while 0 <= in_use.peek_rank() < KEPT_RANK:
+            large = in_use.peek()
+            in_use.drop(large)
             loose[large] = k - used[large]
             self._fullest.add(large, loose[large])
         while large := self._fullest.fullest():
@@ -184,7 +184,7 @@ class Evictables:
             if rank < KEPT_RANK:
                 break
             self._fullest.remove(large, loose.pop(large))
-            pinned.push(large, rank)
+            in_use.push(large, rank)
         return large
 
     def take_loose(self, large: int) -> int:
@@ -197,16 +197,16 @@ class Evictables:
         return page
 
     def take_first(self) -> int:
-        """Take the small page of pinned large pages that is next. It is not evictable any more.
+        """Take the small page of large pages in use that is next. It is not evictable any more.
 
         Large pages are ordered by a lower bound of their ranks. If the first bound is too low, it
         is corrected and the null page is returned.
         """
-        large = self.pinned.peek()
+        large = self.in_use.peek()
         order = self._valid_order(large)
         rank, page = divmod(order[0], len(self.stamps))
-        if rank > self.pinned.rank(large):
-            self.pinned.push(large, rank)
+        if rank > self.in_use.rank(large):
+            self.in_use.push(large, rank)
             return NO_PAGE
         del order[0]
         self.stamps[page] = NOT_QUEUED
@@ -232,7 +232,7 @@ class Evictables:
         return [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
 
     def next_alone(self, most: int) -> list[int]:
-        """Return up to `most` small pages of pinned large pages that are evicted next, roughly."""
+        """Return up to `most` small pages of large pages in use that are evicted next, roughly."""
         rank_of = self.stamps.__getitem__
         first: list[int] = []
         for large in self._fullest.in_order():
@@ -240,7 +240,7 @@ class Evictables:
             if len(first) >= most:
                 return first[:most]
         pages: list[int] = []
-        for large in self.pinned.in_order():
+        for large in self.in_use.in_order():
             pages += self.pages_of(large)
             # Large pages are ordered by a lower bound. Pages of the next one may be evicted before
             # these.
@@ -271,27 +271,27 @@ class Evictables:
 
     def check_queues(self, used: Sequence[int]) -> None:
         """Raise `InvariantError` unless the queues are consistent and agree with the used pages."""
-        self.pinned.check()
+        self.in_use.check()
         self._fullest.check({large: self._pages_per_large - used[large] for large in self.loose})
         self._fullest.check(self.loose)
 
-    def check(self, large: int, *, is_pinned: bool) -> None:
+    def check(self, large: int, *, is_in_use: bool) -> None:
         """Raise `InvariantError` unless bounds and order of a large page agree with its pages."""
         k, order = self._pages_per_large, self._orders[large]
         pages = range(large * k, (large + 1) * k)
         ranks = {page: self.stamps[page] for page in pages if self.stamps[page] >= 0}
         lowest, highest = min(ranks.values(), default=0), max(ranks.values(), default=0)
         entries = {rank * len(self.stamps) + page for page, rank in ranks.items()}
-        goes_alone = bool(ranks) and is_pinned
-        is_queued, is_loose = self.pinned.stamps[large] >= 0, large in self.loose
+        goes_alone = bool(ranks) and is_in_use
+        is_queued, is_loose = self.in_use.stamps[large] >= 0, large in self.loose
         problems = {
             "evictable pages missing in the order": order and not entries <= set(order),
             "an order that does not rise": order != sorted(set(order)),
-            "pinned victims not queued, or twice": goes_alone and is_queued == is_loose,
-            "loose without pinned victims": is_loose and not goes_alone,
+            "evictable pages not queued, or twice": goes_alone and is_queued == is_loose,
+            "loose without evictable pages, or not in use": is_loose and not goes_alone,
             "rank of the oldest not a lower bound": is_queued
             and goes_alone
-            and self.pinned.rank(large) > lowest,
+            and self.in_use.rank(large) > lowest,
             "rank of the eldest too high": ranks and self.eldest[large] > lowest,
             "rank of the youngest too low": self.youngest[large] < highest,
         }

@@ -48,7 +48,7 @@ class Sharing:
         revived: Evictable ones among them, in stretches. A stretch is a range if it is a row.
         revived_of: Large page -> number of its evictable small pages. Empty if each large page has
             only one small page.
-        num_pinned: Number of large pages that sharing would pin.
+        num_revived_large: Number of reclaimable large pages that sharing would put to use.
         added_spare: Number that sharing would add to `num_spare`.
         whole: Rows of large pages with all small pages evictable. They are not in `revived_of`.
         repeated: Small pages that get a further user for each time they are in this list.
@@ -57,7 +57,7 @@ class Sharing:
     pages: Sequence[int]
     revived: Sequence[Sequence[int]]
     revived_of: Mapping[int, int]
-    num_pinned: int
+    num_revived_large: int
     added_spare: int
     whole: Sequence[range] = ()
     repeated: Sequence[int] = ()

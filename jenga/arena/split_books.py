@@ -24,7 +24,7 @@ class SplitBooks:
         num_used: Number of used small pages.
         num_evictable: Number of evictable small pages.
         num_large: Number of large pages held.
-        num_spare: Number of unused small pages in pinned large pages.
+        num_spare: Number of unused small pages in large pages in use.
         num_evicted_alone: Number of small pages evicted one by one so far.
         num_evicted_own: Number of small pages evicted with their large page for this page table.
         num_evicted_foreign: Number of small pages evicted with their large page for another one.
@@ -109,14 +109,14 @@ class SplitBooks:
         unused = [page for page in scattered if stamps[page] >= 0]
         revived.append(unused)
         revived_of.update([page // k for page in unused])
-        num_pinned = sum(map(len, whole)) + sum(not used[large] for large in revived_of)
+        num_revived_large = sum(map(len, whole)) + sum(not used[large] for large in revived_of)
         return Sharing(
             pages=pages,
             revived=revived,
             revived_of=revived_of,
             whole=whole,
-            num_pinned=num_pinned,
-            added_spare=num_pinned * k - sum(map(len, revived)),
+            num_revived_large=num_revived_large,
+            added_spare=num_revived_large * k - sum(map(len, revived)),
         )
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ class SplitBooks:
                         f"evictable {sorted(evictable)}, empty {sorted(empties)})"
                     )
                     raise InvariantError(msg)
-            self._evictables.check(large, is_pinned=bool(used))
+            self._evictables.check(large, is_in_use=bool(used))
             users |= used
             num_evictable += len(evictable)
             if used:

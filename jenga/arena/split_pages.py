@@ -1,6 +1,6 @@
 """Small pages of page tables that have several in a large page.
 
-A held large page is *pinned* while one of its small pages is used, else *reclaimable*.
+A held large page is *in use* while one of its small pages is used, else *reclaimable*.
 """
 
 from collections.abc import Sequence
@@ -50,22 +50,22 @@ class SplitPages(SplitBooks):
         for larges in sharing.whole:
             used[larges.start : larges.stop] = [k] * len(larges)
             self._large_pages.reclaimable.drop_many(larges)
-        unpinned: list[int] = []
+        revived_larges: list[int] = []
         for large, num_unused in sharing.revived_of.items():
             num_empty = len(vacancies.empties[large])
-            was_pinned = used[large]
+            was_in_use = used[large]
             used[large] += num_unused
-            if not was_pinned:
-                unpinned.append(large)
+            if not was_in_use:
+                revived_larges.append(large)
                 if num_empty:
-                    vacancies.pin(large)
+                    vacancies.mark_in_use(large)
                 if used[large] + num_empty < k:
-                    evictables.pin(large)
+                    evictables.enqueue(large)
             elif used[large] + num_empty == k:
-                evictables.unpin(large)
+                evictables.dequeue(large)
             elif large in self._loose:
                 self._recount(large)
-        self._large_pages.reclaimable.drop_many(unpinned)
+        self._large_pages.reclaimable.drop_many(revived_larges)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
         self.num_evictable -= num_revived
@@ -124,7 +124,7 @@ class SplitPages(SplitBooks):
         return pages
 
     def _count_packed(self, large: int) -> None:
-        """Count an empty small page of a pinned large page that was taken."""
+        """Count an empty small page of a large page in use that was taken."""
         self._used[large] += 1
         if large in self._loose:
             self._recount(large)
@@ -153,7 +153,7 @@ class SplitPages(SplitBooks):
         self._vacancies.claim(large, owner)
 
     def _best_fit(self, budget: Budget) -> int:
-        """Return a pinned large page with empty small pages, opened or pinned if necessary.
+        """Return a large page in use with empty small pages, opened or revived if necessary.
 
         It is `NO_PAGE` if there is none.
         """
@@ -164,7 +164,7 @@ class SplitPages(SplitBooks):
             large = self._vacancies.idle.emptiest()
             if large != NO_PAGE:
                 budget.spend()
-                self._pin(large)
+                self._revive(large)
                 return large
             if self._large_pages.num_empty:
                 return self._open_empty(budget)
@@ -178,7 +178,7 @@ class SplitPages(SplitBooks):
         if self._take_loose(-1, pages):
             return
         evictables, large_pages = self._evictables, self._large_pages
-        small = evictables.pinned.peek_rank()
+        small = evictables.in_use.peek_rank()
         oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
         is_small = small >= 0 and (oldest < 0 or small <= oldest)
         if large_pages.evicts_checkpoint(small if is_small else oldest):
@@ -193,7 +193,7 @@ class SplitPages(SplitBooks):
         elif self._oldest_is_own() and num_pages - len(pages) < self.pages_per_large:
             # Only some of its pages are needed. The others may stay cached.
             budget.spend()
-            self._pin(large_pages.reclaimable.peek())
+            self._revive(large_pages.reclaimable.peek())
         else:
             large_pages.make_empty(1, self.index)
 
@@ -210,7 +210,7 @@ class SplitPages(SplitBooks):
         return self._large_pages.holders[oldest] == self.index
 
     def _take_evicted(self, page: int, pages: list[int]) -> None:
-        """Take a small page of a pinned large page whose content was evicted."""
+        """Take a small page of a large page in use whose content was evicted."""
         large = page // self.pages_per_large
         self._large_pages.num_evicted += 1
         self.evicted.append(page)
@@ -223,10 +223,10 @@ class SplitPages(SplitBooks):
         self.num_used += 1
         self.num_evictable -= 1
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
-            self._evictables.unpin(large)
+            self._evictables.dequeue(large)
 
     def _recount(self, large: int) -> None:
-        """Record how many small pages of a pinned large page with loose ones have no user."""
+        """Record how many small pages of a large page in use with loose ones have no user."""
         self._evictables.recount(large, self.pages_per_large - self._used[large])
 
     def _open_empty(self, budget: Budget) -> int:
@@ -239,16 +239,16 @@ class SplitPages(SplitBooks):
         self.num_spare += self.pages_per_large
         return large
 
-    def _pin(self, large: int) -> None:
-        """Pin a reclaimable large page. The caller must use at least one small page of it."""
+    def _revive(self, large: int) -> None:
+        """Put a reclaimable large page to use. The caller must use a small page of it."""
         self._large_pages.reclaimable.drop(large)
         self.num_spare += self.pages_per_large
-        self._vacancies.pin(large)
+        self._vacancies.mark_in_use(large)
         if len(self._vacancies.empties[large]) < self.pages_per_large:
-            self._evictables.pin(large)
+            self._evictables.enqueue(large)
 
     def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
-        """Take up to `num_pages` empty small pages of a pinned large page."""
+        """Take up to `num_pages` empty small pages of a large page in use."""
         num_taken = self._vacancies.take(large, num_pages, pages)
         self._used[large] += num_taken
         if large in self._loose:
@@ -297,9 +297,9 @@ class SplitPages(SplitBooks):
         """Change the ranks of evictable pages."""
         for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
             large = page // self.pages_per_large
-            is_pinned = self._used[large] > 0
-            self._evictables.rerank(large, page, rank, goes_alone=is_pinned)
-            if not is_pinned:
+            is_in_use = self._used[large] > 0
+            self._evictables.rerank(large, page, rank, goes_alone=is_in_use)
+            if not is_in_use:
                 self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def discard(self, pages: Sequence[int]) -> None:
@@ -312,7 +312,7 @@ class SplitPages(SplitBooks):
             if self._used[large]:
                 vacancies.put_back(large, some)
                 if not num_left:
-                    evictables.unpin(large)
+                    evictables.dequeue(large)
             elif vacancies.put_back_idle(large, some) == k:
                 self._large_pages.reclaimable.drop(large)
                 self._close(large)
@@ -394,14 +394,14 @@ class SplitPages(SplitBooks):
         evictables.note(large, page, num_left, lowest, highest)
         if self._leave(large, num_left):
             return True
-        if evictables.pinned.stamps[large] < 0 or evictables.pinned.rank(large) > lowest:
-            evictables.pin(large)
+        if evictables.in_use.stamps[large] < 0 or evictables.in_use.rank(large) > lowest:
+            evictables.enqueue(large)
         return False
 
     def _leave(self, large: int, num_left: int) -> bool:
-        """Record that small pages of a pinned large page are unused. Return whether it is unpinned.
+        """Record that small pages of a large page in use lost their user. Return whether all did.
 
-        An unpinned large page is then neither closed nor reclaimable yet.
+        The large page is then neither closed nor reclaimable yet.
         """
         num_used = self._used[large] - num_left
         self._used[large] = num_used
@@ -411,8 +411,8 @@ class SplitPages(SplitBooks):
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left
-        self._vacancies.unpin(large)
-        self._evictables.unpin(large)
+        self._vacancies.mark_idle(large)
+        self._evictables.dequeue(large)
         return True
 
     def _close(self, large: int) -> None:

@@ -19,7 +19,7 @@ class WholePages:
         evicted: Evicted small pages, until the caller handles them and clears the list.
         num_used: Number of used small pages.
         num_evictable: Number of evictable small pages.
-        num_spare: Number of unused small pages in pinned large pages. Always 0.
+        num_spare: Number of unused small pages in large pages in use. Always 0.
         num_evicted_alone: Number of small pages evicted one by one. Always 0, since they are
             evicted as large pages.
         num_evicted_own: Number of small pages evicted with their large page for this page table.
@@ -74,9 +74,13 @@ class WholePages:
             unused_of(pages[start:end], self.stamps, in_row=in_row)
             for start, end, in_row in stretches_of(pages, self._large_pages.numbers)
         ]
-        num_pinned = sum(map(len, revived))
+        num_revived_large = sum(map(len, revived))
         return Sharing(
-            pages=pages, revived=revived, revived_of={}, num_pinned=num_pinned, added_spare=0
+            pages=pages,
+            revived=revived,
+            revived_of={},
+            num_revived_large=num_revived_large,
+            added_spare=0,
         )
 
     def share(self, pages: Sequence[int]) -> None:
@@ -85,7 +89,7 @@ class WholePages:
 
     def use(self, sharing: Sharing) -> None:
         """Add a user to pages, as prepared by `sharing`."""
-        num_revived = sharing.num_pinned
+        num_revived = sharing.num_revived_large
         if num_revived < len(sharing.pages):
             add_users(self.shares, sharing.pages, self.stamps)
         for pages in sharing.revived:

@@ -185,7 +185,7 @@ def test_without_a_checkpoint_to_evict_pages_that_were_to_be_read_go_all_the_sam
     assert sorted(allocator.tables[0].evicted) == sorted(pages)
 
 
-def test_a_small_page_of_a_checkpoint_in_a_pinned_large_page_waits_for_its_checkpoint():
+def test_a_small_page_of_a_checkpoint_in_a_large_page_in_use_waits_for_its_checkpoint():
     allocator = Allocator([4], 2)
     table = allocator.tables[0]
     pages = taken(allocator, 0, 4)
