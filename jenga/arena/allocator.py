@@ -19,11 +19,12 @@ Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept, and their co
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.arena.large_pages import NULL_PAGE, LargePages
+from jenga.arena.large_pages import LargePages
 from jenga.arena.small_pages import Budget, Sharing
 from jenga.arena.split_pages import SplitPages
 from jenga.arena.whole_pages import WholePages
 from jenga.checks import check_count
+from jenga.page_ids import NULL_PAGE, LargePageId, OwnerId, SmallPageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Allocator:
         self,
         small_pages_per_large_page: Sequence[int],
         num_large_pages: int,
-        owned: Sequence[int] | None = None,
+        owned: Sequence[LargePageId] | None = None,
     ) -> None:
         """Start with all pages empty.
 
@@ -129,11 +130,11 @@ class Allocator:
         needs: Sequence[int],
         expected: Sequence[int],
         *,
-        owner: int,
+        owner: OwnerId,
         reserve_large_pages: int = 0,
-        held: Sequence[Sequence[int]] | None = None,
+        held: Sequence[Sequence[SmallPageId]] | None = None,
         is_packed: bool = False,
-    ) -> list[list[int]] | None:
+    ) -> list[list[SmallPageId]] | None:
         """Take small pages in every page table, or none if not all are available.
 
         Args:
@@ -169,7 +170,7 @@ class Allocator:
         if slack < 0:
             return None
         budget = Budget(0 if is_packed else slack)
-        taken: list[list[int]] = []
+        taken: list[list[SmallPageId]] = []
         for index, need in enumerate(needs):
             if need:
                 budget.required = required[index]
@@ -179,7 +180,7 @@ class Allocator:
                 taken.append([])
         return taken
 
-    def disown(self, owner: int) -> None:
+    def disown(self, owner: OwnerId) -> None:
         """Release the large pages that an owner has claimed, so that others may take from them."""
         for table in self.tables:
             table.disown(owner)

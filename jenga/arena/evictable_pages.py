@@ -11,11 +11,13 @@ of it.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
-from jenga.arena.best_fit import NO_PAGE, Bins
+from jenga.arena.best_fit import Bins
 from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
 from jenga.arena.ranks import KEPT_RANK
 from jenga.errors import InvariantError
+from jenga.page_ids import NULL_PAGE, LargePageId, SmallPageId
 
 NO_ORDER: list[int] = []
 """Placeholder for an order that was not built. It is never written."""
@@ -49,39 +51,41 @@ class Evictables:
         self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
         self.eldest = [0] * num_larges
         self.youngest = [0] * num_larges
-        self.in_use = VictimQueue(num_larges)
-        self.loose: dict[int, int] = {}
+        self.in_use: VictimQueue[LargePageId] = VictimQueue(num_larges)
+        self.loose: dict[LargePageId, int] = {}
         self._fullest = Bins()  # the pages of `loose`, by that number
         # For each large page, entries of its evictable small pages in order. Some may be stale.
         self._orders = [NO_ORDER] * num_larges
 
-    def open(self, larges: Sequence[int]) -> None:
+    def open(self, larges: Sequence[LargePageId]) -> None:
         """Add large pages without evictable small pages."""
         for large in larges:
             self.youngest[large] = 0
 
-    def close(self, large: int) -> None:
+    def close(self, large: LargePageId) -> None:
         """Forget a large page without evictable small pages."""
         self._orders[large] = NO_ORDER
 
-    def enqueue(self, large: int) -> None:
+    def enqueue(self, large: LargePageId) -> None:
         """Queue a large page in use, so that its evictable small pages are evicted one by one."""
         if large not in self.loose:
             self.in_use.push(large, self.eldest[large])
 
-    def dequeue(self, large: int) -> None:
+    def dequeue(self, large: LargePageId) -> None:
         """Take a large page out of the queue, if it is there: no small page is evicted alone."""
         if large in self.loose:
             self._fullest.remove(large, self.loose.pop(large))
         else:
             self.in_use.drop(large)
 
-    def recount(self, large: int, num_unused: int) -> None:
+    def recount(self, large: LargePageId, num_unused: int) -> None:
         """Record how many small pages of a large page in `loose` have no user."""
         self._fullest.move(large, self.loose[large], num_unused)
         self.loose[large] = num_unused
 
-    def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
+    def add(
+        self, large: LargePageId, page: SmallPageId, rank: int, *, is_first: bool, goes_alone: bool
+    ) -> None:
         """Record that one small page became evictable.
 
         Args:
@@ -100,7 +104,7 @@ class Evictables:
         if goes_alone and (self.in_use.stamps[large] < 0 or self.in_use.rank(large) > rank):
             self.enqueue(large)
 
-    def rerank(self, large: int, page: int, rank: int, *, goes_alone: bool) -> None:
+    def rerank(self, large: LargePageId, page: SmallPageId, rank: int, *, goes_alone: bool) -> None:
         """Give an evictable small page another rank.
 
         Args:
@@ -121,7 +125,7 @@ class Evictables:
         if goes_alone and self.in_use.rank(large) > rank:
             self.enqueue(large)
 
-    def note_whole(self, large: int, lowest: int, highest: int) -> None:
+    def note_whole(self, large: LargePageId, lowest: int, highest: int) -> None:
         """Record that all small pages of a large page became evictable at once.
 
         Args:
@@ -138,7 +142,9 @@ class Evictables:
         self.eldest[first:end], self.youngest[first:end] = lowest, highest
         self._orders[first:end] = [NO_ORDER] * len(larges)
 
-    def note(self, large: int, page: int, num_pages: int, lowest: int, highest: int) -> None:
+    def note(
+        self, large: LargePageId, page: SmallPageId, num_pages: int, lowest: int, highest: int
+    ) -> None:
         """Record that small pages of a large page became evictable, in addition to others.
 
         Args:
@@ -155,7 +161,7 @@ class Evictables:
         else:
             self._orders[large] = NO_ORDER
 
-    def _go_on(self, large: int, page: int, rank: int) -> None:
+    def _go_on(self, large: LargePageId, page: SmallPageId, rank: int) -> None:
         """Append a small page to the order of a large page, or drop the order.
 
         It is dropped if the rank is too low for its end, or if it has too many entries.
@@ -167,7 +173,7 @@ class Evictables:
         else:
             self._orders[large] = NO_ORDER
 
-    def find_loose(self, used: Sequence[int]) -> int:
+    def find_loose(self, used: Sequence[int]) -> LargePageId:
         """Return the fullest large page in use with loose small pages, or the null page.
 
         Args:
@@ -187,16 +193,16 @@ class Evictables:
             in_use.push(large, rank)
         return large
 
-    def take_loose(self, large: int) -> int:
+    def take_loose(self, large: LargePageId) -> SmallPageId:
         """Take the first small page of the order of the large page that `find_loose` returned.
 
         It is not evictable any more.
         """
-        page = self._orders[large].pop(0) % len(self.stamps)
+        page = SmallPageId(self._orders[large].pop(0) % len(self.stamps))
         self.stamps[page] = NOT_QUEUED
         return page
 
-    def take_first(self) -> int:
+    def take_first(self) -> SmallPageId:
         """Take the small page of large pages in use that is next. It is not evictable any more.
 
         Large pages are ordered by a lower bound of their ranks. If the first bound is too low, it
@@ -207,12 +213,12 @@ class Evictables:
         rank, page = divmod(order[0], len(self.stamps))
         if rank > self.in_use.rank(large):
             self.in_use.push(large, rank)
-            return NO_PAGE
+            return NULL_PAGE
         del order[0]
         self.stamps[page] = NOT_QUEUED
-        return page
+        return SmallPageId(page)
 
-    def _valid_order(self, large: int) -> list[int]:
+    def _valid_order(self, large: LargePageId) -> list[int]:
         """Return the order of a large page's evictable small pages, without stale first entries."""
         stamps, num_stamps, k = self.stamps, len(self.stamps), self._pages_per_large
         order = self._orders[large]
@@ -226,20 +232,21 @@ class Evictables:
         del order[:num_stale]
         return order
 
-    def pages_of(self, large: int) -> list[int]:
+    def pages_of(self, large: LargePageId) -> list[SmallPageId]:
         """Return the evictable small pages of a large page."""
         stamps, k = self.stamps, self._pages_per_large
-        return [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        pages = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        return cast("list[SmallPageId]", pages)
 
-    def next_alone(self, most: int) -> list[int]:
+    def next_alone(self, most: int) -> list[SmallPageId]:
         """Return up to `most` small pages of large pages in use that are evicted next, roughly."""
         rank_of = self.stamps.__getitem__
-        first: list[int] = []
+        first: list[SmallPageId] = []
         for large in self._fullest.in_order():
             first += sorted(self.pages_of(large), key=rank_of)
             if len(first) >= most:
                 return first[:most]
-        pages: list[int] = []
+        pages: list[SmallPageId] = []
         for large in self.in_use.in_order():
             pages += self.pages_of(large)
             # Large pages are ordered by a lower bound. Pages of the next one may be evicted before
@@ -249,14 +256,14 @@ class Evictables:
         pages.sort(key=rank_of)
         return (first + pages)[:most]
 
-    def take_all(self, large: int) -> list[int]:
+    def take_all(self, large: LargePageId) -> list[SmallPageId]:
         """Return the evictable small pages of a large page. They are not evictable any more."""
         stamps, pages = self.stamps, self.pages_of(large)
         for page in pages:
             stamps[page] = NOT_QUEUED
         return pages
 
-    def remove(self, large: int, pages: Sequence[int]) -> int:
+    def remove(self, large: LargePageId, pages: Sequence[SmallPageId]) -> int:
         """Record that pages of a large page became empty. Return how many are left evictable."""
         stamps, k = self.stamps, self._pages_per_large
         lost_youngest = False
@@ -275,7 +282,7 @@ class Evictables:
         self._fullest.check({large: self._pages_per_large - used[large] for large in self.loose})
         self._fullest.check(self.loose)
 
-    def check(self, large: int, *, is_in_use: bool) -> None:
+    def check(self, large: LargePageId, *, is_in_use: bool) -> None:
         """Raise `InvariantError` unless bounds and order of a large page agree with its pages."""
         k, order = self._pages_per_large, self._orders[large]
         pages = range(large * k, (large + 1) * k)

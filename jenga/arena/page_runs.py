@@ -1,13 +1,16 @@
-"""Rows: consecutive page numbers, as pages that were taken together usually have.
+"""Rows: consecutive page ids, as pages that were taken together usually have.
 
 Asking or storing something for each page of a list takes an iteration of Python's loop. For a row
-it takes one slice. Rows are found by comparison with lists of consecutive numbers, which is fastest
+it takes one slice. Rows are found by comparison with lists of consecutive ids, which is fastest
 if both hold the same int objects. The allocator therefore hands out pages from such lists.
 """
 
 from collections.abc import Sequence
 from itertools import compress, count, groupby
 from operator import ne
+from typing import cast
+
+from jenga.page_ids import LargePageId, SmallPageId
 
 FIRST_COMPARED = 16
 """Number of elements compared at once at first. It doubles while all are equal."""
@@ -55,12 +58,12 @@ def row_end(
     return start
 
 
-def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int, bool]]:
+def stretches_of(pages: Sequence[int], ids: Sequence[int]) -> list[tuple[int, int, bool]]:
     """Divide pages into rows and scattered pages, as (start, end, whether a row).
 
     Args:
         pages: Pages to divide.
-        numbers: All numbers up to the greatest page, each at its own index.
+        ids: All ids up to the greatest page, each at its own index.
     """
     stretches: list[tuple[int, int, bool]] = []
     scattered = end = 0
@@ -69,7 +72,7 @@ def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int
         start = end
         end += 1
         if end < num_pages and pages[end] == pages[start] + 1:
-            end = row_end(pages, start, numbers, pages[start])
+            end = row_end(pages, start, ids, pages[start])
             if end - start >= LEAST_ROW:
                 if scattered < start:
                     stretches.append((scattered, start, False))
@@ -81,28 +84,28 @@ def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int
 
 
 def runs_of(
-    pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
-) -> list[tuple[int, int, int, bool]]:
+    pages: Sequence[SmallPageId], pages_per_large: int, ids: Sequence[Sequence[SmallPageId]]
+) -> list[tuple[LargePageId, int, int, bool]]:
     """Divide pages by large page, as (large page, start, end, whether a row).
 
     Args:
         pages: Pages to divide.
         pages_per_large: Number of small pages of a large page.
-        numbers: Large page -> the numbers of its small pages.
+        ids: Large page -> the ids of its small pages.
     """
     runs: list[tuple[int, int, int, bool]] = []
     end, num_pages = 0, len(pages)
     if num_pages == 1:
-        return [(pages[0] // pages_per_large, 0, 1, False)]
+        return [(cast("LargePageId", pages[0] // pages_per_large), 0, 1, False)]
     if pages_per_large < LEAST_ROW:
         for large, run in groupby([page // pages_per_large for page in pages]):
             start, end = end, end + len(list(run))
             runs.append((large, start, end, False))
-        return runs
+        return cast("list[tuple[LargePageId, int, int, bool]]", runs)
     while end < num_pages:
         start = end
         large, place = divmod(pages[start], pages_per_large)
-        row = numbers[large]
+        row = ids[large]
         end = start + pages_per_large - place
         in_row = pages[start:end] == (row[place:] if place else row)
         if not in_row:
@@ -111,11 +114,11 @@ def runs_of(
                 end += 1
             in_row = end == last > start + 1
         runs.append((large, start, end, in_row))
-    return runs
+    return cast("list[tuple[LargePageId, int, int, bool]]", runs)
 
 
 def large_rows_of(
-    pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
+    pages: Sequence[SmallPageId], pages_per_large: int, ids: Sequence[Sequence[SmallPageId]]
 ) -> list[tuple[int, int, bool]]:
     """Divide pages into rows, within one large page or of whole large pages, and others.
 
@@ -125,7 +128,7 @@ def large_rows_of(
     Args:
         pages: Pages to divide.
         pages_per_large: Number of small pages of a large page.
-        numbers: Large page -> the numbers of its small pages.
+        ids: Large page -> the ids of its small pages.
 
     Returns:
         (start, end, whether a row) in order.
@@ -134,7 +137,7 @@ def large_rows_of(
         return _long_rows_of(pages, pages_per_large)
     stretches: list[tuple[int, int, bool]] = []
     next_large = row_start = 0  # next large page, and start, of the present row of whole ones
-    for large, start, end, in_row in runs_of(pages, pages_per_large, numbers):
+    for large, start, end, in_row in runs_of(pages, pages_per_large, ids):
         is_whole = in_row and end - start == pages_per_large
         if is_whole and large == next_large:
             stretches[-1] = (row_start, end, True)

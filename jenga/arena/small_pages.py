@@ -8,9 +8,11 @@ others. The allocator asks both the same questions.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
+from typing import cast
 
 from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId, SmallPageId
 
 
 class Budget:
@@ -50,17 +52,17 @@ class Sharing:
             only one small page.
         num_revived_large: Number of reclaimable large pages that sharing would put to use.
         added_spare: Number that sharing would add to `num_spare`.
-        whole: Rows of large pages with all small pages evictable. They are not in `revived_of`.
+        whole: Ranges of large pages with all small pages evictable. They are not in `revived_of`.
         repeated: Small pages that get a further user for each time they are in this list.
     """
 
-    pages: Sequence[int]
-    revived: Sequence[Sequence[int]]
-    revived_of: Mapping[int, int]
+    pages: Sequence[SmallPageId]
+    revived: Sequence[Sequence[SmallPageId]]
+    revived_of: Mapping[LargePageId, int]
     num_revived_large: int
     added_spare: int
-    whole: Sequence[range] = ()
-    repeated: Sequence[int] = ()
+    whole: Sequence[Sequence[LargePageId]] = ()
+    repeated: Sequence[SmallPageId] = ()
 
     @property
     def num_revived(self) -> int:
@@ -68,16 +70,18 @@ class Sharing:
         return sum(map(len, self.revived))
 
 
-def unused_of(pages: Sequence[int], stamps: Sequence[int], *, in_row: bool) -> Sequence[int]:
+def unused_of(
+    pages: Sequence[SmallPageId], stamps: Sequence[int], *, in_row: bool
+) -> Sequence[SmallPageId]:
     """Return the evictable pages among used or evictable ones, as a range for a whole row."""
     if in_row:
         first, end = pages[0], pages[-1] + 1
         if NOT_QUEUED not in stamps[first:end]:
-            return range(first, end)
+            return cast("Sequence[SmallPageId]", range(first, end))
     return [page for page in pages if stamps[page] >= 0]
 
 
-def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
+def set_stamps(stamps: list[int], pages: Sequence[SmallPageId], stamp: int) -> None:
     """Set one stamp for all pages, by one slice if they are a range."""
     if isinstance(pages, range):
         stamps[pages.start : pages.stop] = [stamp] * len(pages)
@@ -86,16 +90,18 @@ def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
             stamps[page] = stamp
 
 
-def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int]) -> None:
+def add_users(
+    shares: dict[SmallPageId, int], pages: Sequence[SmallPageId], stamps: Sequence[int]
+) -> None:
     """Add a user to those of the pages that are used."""
     for page in pages:
         if stamps[page] < 0:
             shares[page] = shares.get(page, 0) + 1
 
 
-def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
+def unshare(shares: dict[SmallPageId, int], pages: Sequence[SmallPageId]) -> list[SmallPageId]:
     """Remove one user from each page. Return the pages that have none left, in order."""
-    unused: list[int] = []
+    unused: list[SmallPageId] = []
     for page in pages:
         others = shares.get(page, 0)
         if others > 1:
@@ -107,7 +113,7 @@ def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
     return unused
 
 
-def check_shares(shares: dict[int, int], used: set[int]) -> None:
+def check_shares(shares: dict[SmallPageId, int], used: set[SmallPageId]) -> None:
     """Raise `InvariantError` unless only used pages have more than one user."""
     if not used.issuperset(shares) or any(count < 1 for count in shares.values()):
         msg = f"shares {shares} are not of the used pages {sorted(used)}"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
 from jenga.arena.empty_pages import Vacancies
 from jenga.arena.evictable_pages import Evictables
@@ -10,6 +11,7 @@ from jenga.arena.large_pages import LargePages
 from jenga.arena.page_runs import large_rows_of
 from jenga.arena.small_pages import Sharing, check_shares
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId, SmallPageId
 
 
 class SplitBooks:
@@ -63,39 +65,39 @@ class SplitBooks:
         self._used = [0] * num_larges  # large page -> number of used small pages
         self.stamps = self._evictables.stamps
         self._loose = self._evictables.loose
-        self.shares: dict[int, int] = {}
-        self.evicted: list[int] = []
+        self.shares: dict[SmallPageId, int] = {}
+        self.evicted: list[SmallPageId] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
         self.num_evicted_whole = 0
 
-    def rank(self, page: int) -> int:
+    def rank(self, page: SmallPageId) -> int:
         """Return the rank of an evictable page."""
         return self.stamps[page]
 
-    def evictable_pages(self, large: int) -> list[int]:
+    def evictable_pages(self, large: LargePageId) -> list[SmallPageId]:
         """Return the small pages whose cached content would be lost with a large page."""
         return self._evictables.pages_of(large)
 
-    def next_alone(self, most: int) -> list[int]:
+    def next_alone(self, most: int) -> list[SmallPageId]:
         """Return up to `most` small pages that are evicted next one by one, roughly."""
         return self._evictables.next_alone(most)
 
-    def row(self, start: int, end: int) -> list[int]:
-        """Return the numbers of consecutive held small pages, as the same objects as handed out."""
+    def row(self, start: int, end: int) -> list[SmallPageId]:
+        """Return the ids of consecutive held small pages, as the same objects as handed out."""
         k = self.pages_per_large
         first = start // k
-        pages = list(chain.from_iterable(self._vacancies.numbers[first : (end - 1) // k + 1]))
+        pages = list(chain.from_iterable(self._vacancies.ids[first : (end - 1) // k + 1]))
         return pages[start - first * k : end - first * k]
 
-    def sharing(self, pages: Sequence[int]) -> Sharing:
+    def sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
         """Prepare the sharing of pages. Nothing may change before they are shared."""
         used, stamps, k = self._used, self.stamps, self.pages_per_large
         revived: list[Sequence[int]] = []
         revived_of: Counter[int] = Counter()
         whole: list[range] = []
-        scattered: list[int] = []
-        for start, end, in_row in large_rows_of(pages, k, self._vacancies.numbers):
+        scattered: list[SmallPageId] = []
+        for start, end, in_row in large_rows_of(pages, k, self._vacancies.ids):
             large, num_pages = pages[start] // k, end - start
             larges = range(large, large + max(1, num_pages // k))
             if not in_row or any(used[large : larges.stop]):
@@ -112,9 +114,9 @@ class SplitBooks:
         num_revived_large = sum(map(len, whole)) + sum(not used[large] for large in revived_of)
         return Sharing(
             pages=pages,
-            revived=revived,
-            revived_of=revived_of,
-            whole=whole,
+            revived=cast("list[Sequence[SmallPageId]]", revived),
+            revived_of=cast("Counter[LargePageId]", revived_of),
+            whole=cast("list[Sequence[LargePageId]]", whole),
             num_revived_large=num_revived_large,
             added_spare=num_revived_large * k - sum(map(len, revived)),
         )
@@ -122,11 +124,12 @@ class SplitBooks:
     def check(self) -> None:
         """Raise `InvariantError` unless counts, bins and orders agree with the pages."""
         k, index = self.pages_per_large, self.index
-        held = [p for p, holder in enumerate(self._large_pages.holders) if holder == index]
+        holders = self._large_pages.holders
+        held = [large for large in self._large_pages.ids if holders[large] == index]
         num_evictable = num_spare = 0
-        users: set[int] = set()
+        users: set[SmallPageId] = set()
         for large in held:
-            pages = range(large * k, (large + 1) * k)
+            pages = cast("Sequence[SmallPageId]", range(large * k, (large + 1) * k))
             empties = self._vacancies.empties[large]
             evictable = {page for page in pages if self.stamps[page] >= 0}
             used = set(pages).difference(empties, evictable)
@@ -134,7 +137,7 @@ class SplitBooks:
             problems = {
                 "pages both empty and evictable or foreign": sorted([*empties, *evictable, *used])
                 != list(pages),
-                "small pages not in a row": self._vacancies.numbers[large] != list(pages),
+                "small pages not in a row": self._vacancies.ids[large] != list(pages),
                 "used pages counted wrong": len(used) != self._used[large],
                 "an empty large page held": len(empties) == k,
                 "reclaimable though used, or the reverse": is_reclaimable == bool(used),

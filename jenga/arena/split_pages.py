@@ -4,8 +4,8 @@ A held large page is *in use* while one of its small pages is used, else *reclai
 """
 
 from collections.abc import Sequence
+from typing import cast
 
-from jenga.arena.best_fit import NO_PAGE
 from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.arena.page_runs import large_rows_of, runs_of
 from jenga.arena.small_pages import (
@@ -20,6 +20,7 @@ from jenga.arena.small_pages import (
 )
 from jenga.arena.split_books import SplitBooks
 from jenga.errors import InvariantError
+from jenga.page_ids import NULL_LARGE_PAGE, NULL_PAGE, LargePageId, OwnerId, SmallPageId
 
 
 class SplitPages(SplitBooks):
@@ -34,7 +35,7 @@ class SplitPages(SplitBooks):
 
     # Sharing
 
-    def share(self, pages: Sequence[int]) -> None:
+    def share(self, pages: Sequence[SmallPageId]) -> None:
         """Add a user to each page, which is used or evictable."""
         self.use(self.sharing(pages))
 
@@ -48,9 +49,9 @@ class SplitPages(SplitBooks):
         used, k = self._used, self.pages_per_large
         vacancies, evictables = self._vacancies, self._evictables
         for larges in sharing.whole:
-            used[larges.start : larges.stop] = [k] * len(larges)
+            used[larges[0] : larges[-1] + 1] = [k] * len(larges)
             self._large_pages.reclaimable.drop_many(larges)
-        revived_larges: list[int] = []
+        revived_larges: list[LargePageId] = []
         for large, num_unused in sharing.revived_of.items():
             num_empty = len(vacancies.empties[large])
             was_in_use = used[large]
@@ -73,8 +74,13 @@ class SplitPages(SplitBooks):
     # Taking
 
     def take(
-        self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
-    ) -> list[int]:
+        self,
+        num_pages: int,
+        expected_pages: int,
+        owner: OwnerId,
+        budget: Budget,
+        beside: SmallPageId,
+    ) -> list[SmallPageId]:
         """Take small pages that were empty or evictable. Each has one user then.
 
         Args:
@@ -86,18 +92,18 @@ class SplitPages(SplitBooks):
             beside: Small page that the owner uses, whose large page is filled before another one is
                 opened, or the null page.
         """
-        pages: list[int] = []
+        pages: list[SmallPageId] = []
         claims = self._vacancies.claims
         if num_pages == 1 and expected_pages < self.pages_per_large and owner not in claims:
             # The common need of decoding is packed, mostly into large pages that are open.
             page = self._vacancies.take_packed()
-            if page != NO_PAGE:
-                self._count_packed(page // self.pages_per_large)
+            if page != NULL_PAGE:
+                self._count_packed(page)
                 return [page]
         elif owner in claims:
             self._fill(claims[owner], num_pages, pages)
         elif beside > 0 and expected_pages >= self.pages_per_large:
-            large = beside // self.pages_per_large
+            large = LargePageId(beside // self.pages_per_large)
             if self._vacancies.empties[large] and large not in self._vacancies.owners:
                 self._fill(large, num_pages, pages)
         if len(pages) == num_pages:
@@ -117,21 +123,22 @@ class SplitPages(SplitBooks):
             if not self._large_pages.num_empty and self._take_loose(num_used, pages):
                 continue
             large = self._best_fit(budget)
-            if large != NO_PAGE:
+            if large != NULL_LARGE_PAGE:
                 self._fill(large, num_pages - len(pages), pages)
             else:
                 self._evict(num_pages, budget, pages)
         return pages
 
-    def _count_packed(self, large: int) -> None:
+    def _count_packed(self, page: SmallPageId) -> None:
         """Count an empty small page of a large page in use that was taken."""
+        large = page // self.pages_per_large
         self._used[large] += 1
         if large in self._loose:
-            self._recount(large)
+            self._recount(LargePageId(large))
         self.num_spare -= 1
         self.num_used += 1
 
-    def _open_whole(self, num_larges: int, budget: Budget, pages: list[int]) -> None:
+    def _open_whole(self, num_larges: int, budget: Budget, pages: list[SmallPageId]) -> None:
         """Open large pages and take all their small pages, as far as the budget allows."""
         num_available = self._large_pages.num_available
         num_opened = min(num_larges, num_available, budget.required + budget.slack)
@@ -147,22 +154,24 @@ class SplitPages(SplitBooks):
         self.num_large += num_opened
         self.num_used += num_opened * self.pages_per_large
 
-    def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
+    def _claim(
+        self, large: LargePageId, num_pages: int, owner: OwnerId, pages: list[SmallPageId]
+    ) -> None:
         """Fill an empty large page. Its remaining small pages are claimed by the owner."""
         self._fill(large, num_pages - len(pages), pages)
         self._vacancies.claim(large, owner)
 
-    def _best_fit(self, budget: Budget) -> int:
+    def _best_fit(self, budget: Budget) -> LargePageId:
         """Return a large page in use with empty small pages, opened or revived if necessary.
 
-        It is `NO_PAGE` if there is none.
+        It is the null page if there is none.
         """
         large = self._vacancies.free.fullest()
-        if large != NO_PAGE:
+        if large != NULL_LARGE_PAGE:
             return large
         if budget.allows:
             large = self._vacancies.idle.emptiest()
-            if large != NO_PAGE:
+            if large != NULL_LARGE_PAGE:
                 budget.spend()
                 self._revive(large)
                 return large
@@ -170,7 +179,7 @@ class SplitPages(SplitBooks):
                 return self._open_empty(budget)
         return self._vacancies.claimed.emptiest()
 
-    def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
+    def _evict(self, num_pages: int, budget: Budget, pages: list[SmallPageId]) -> None:
         """Evict a loose page, or else the first of a small page, a large page or a checkpoint.
 
         Small pages that a checkpoint leaves empty are found in the caller's next search.
@@ -185,7 +194,7 @@ class SplitPages(SplitBooks):
             return
         if is_small:
             page = evictables.take_first()
-            if page != NO_PAGE:
+            if page != NULL_PAGE:
                 self._take_evicted(page, pages)
         elif oldest < 0:
             msg = f"page table {self.index}: a small page promised cannot be had"
@@ -197,10 +206,10 @@ class SplitPages(SplitBooks):
         else:
             large_pages.make_empty(1, self.index)
 
-    def _take_loose(self, num_used: int, pages: list[int]) -> bool:
+    def _take_loose(self, num_used: int, pages: list[SmallPageId]) -> bool:
         """Take a loose page of a large page with more than `num_used` used small pages."""
         large = self._evictables.find_loose(self._used)
-        if large == NO_PAGE or self._used[large] <= num_used:
+        if large == NULL_LARGE_PAGE or self._used[large] <= num_used:
             return False
         self._take_evicted(self._evictables.take_loose(large), pages)
         return True
@@ -209,7 +218,7 @@ class SplitPages(SplitBooks):
         oldest = self._large_pages.reclaimable.peek()
         return self._large_pages.holders[oldest] == self.index
 
-    def _take_evicted(self, page: int, pages: list[int]) -> None:
+    def _take_evicted(self, page: SmallPageId, pages: list[SmallPageId]) -> None:
         """Take a small page of a large page in use whose content was evicted."""
         large = page // self.pages_per_large
         self._large_pages.num_evicted += 1
@@ -225,11 +234,11 @@ class SplitPages(SplitBooks):
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
             self._evictables.dequeue(large)
 
-    def _recount(self, large: int) -> None:
+    def _recount(self, large: LargePageId) -> None:
         """Record how many small pages of a large page in use with loose ones have no user."""
         self._evictables.recount(large, self.pages_per_large - self._used[large])
 
-    def _open_empty(self, budget: Budget) -> int:
+    def _open_empty(self, budget: Budget) -> LargePageId:
         """Open an empty large page. The caller must take at least one small page of it."""
         budget.spend()
         large = self._large_pages.open(self.index)
@@ -239,7 +248,7 @@ class SplitPages(SplitBooks):
         self.num_spare += self.pages_per_large
         return large
 
-    def _revive(self, large: int) -> None:
+    def _revive(self, large: LargePageId) -> None:
         """Put a reclaimable large page to use. The caller must use a small page of it."""
         self._large_pages.reclaimable.drop(large)
         self.num_spare += self.pages_per_large
@@ -247,7 +256,7 @@ class SplitPages(SplitBooks):
         if len(self._vacancies.empties[large]) < self.pages_per_large:
             self._evictables.enqueue(large)
 
-    def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
+    def _fill(self, large: LargePageId, num_pages: int, pages: list[SmallPageId]) -> None:
         """Take up to `num_pages` empty small pages of a large page in use."""
         num_taken = self._vacancies.take(large, num_pages, pages)
         self._used[large] += num_taken
@@ -258,13 +267,13 @@ class SplitPages(SplitBooks):
 
     # Leaving
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[SmallPageId]) -> None:
         """Remove one user from each page. Pages without a user become empty."""
         if self.shares:
             pages = unshare(self.shares, pages)
         self.num_used -= len(pages)
         k, vacancies = self.pages_per_large, self._vacancies
-        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+        for large, start, end, _ in runs_of(pages, k, vacancies.ids):
             num_empty = vacancies.put_back(large, pages[start:end])
             if not self._leave(large, end - start):
                 continue
@@ -273,14 +282,14 @@ class SplitPages(SplitBooks):
             else:
                 self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
-    def retire_page(self, page: int, rank: int) -> None:
+    def retire_page(self, page: SmallPageId, rank: int) -> None:
         """Do the work of `retire` for one page."""
         if page in self.shares:
             unshare(self.shares, [page])
             return
         self.num_used -= 1
         self.num_evictable += 1
-        large = page // self.pages_per_large
+        large = cast("LargePageId", page // self.pages_per_large)
         num_used = self._used[large]
         is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
         self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
@@ -293,20 +302,20 @@ class SplitPages(SplitBooks):
             self._leave(large, 1)
             self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
-    def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+    def rerank(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Change the ranks of evictable pages."""
         for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
-            large = page // self.pages_per_large
+            large = cast("LargePageId", page // self.pages_per_large)
             is_in_use = self._used[large] > 0
             self._evictables.rerank(large, page, rank, goes_alone=is_in_use)
             if not is_in_use:
                 self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
-    def discard(self, pages: Sequence[int]) -> None:
+    def discard(self, pages: Sequence[SmallPageId]) -> None:
         """Make evictable pages empty."""
         k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
         self.num_evictable -= len(pages)
-        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+        for large, start, end, _ in runs_of(pages, k, vacancies.ids):
             some = pages[start:end]
             num_left = evictables.remove(large, some)
             if self._used[large]:
@@ -319,7 +328,7 @@ class SplitPages(SplitBooks):
             else:
                 self._large_pages.reclaimable.push(large, evictables.youngest[large])
 
-    def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+    def retire(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Remove one user from each page. Unused pages become evictable with their ranks."""
         if self.shares and not self.shares.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
@@ -329,7 +338,7 @@ class SplitPages(SplitBooks):
         self.num_evictable += len(pages)
         k, evictables = self.pages_per_large, self._evictables
         all_ranks = rising(ranks) if isinstance(ranks, range) else list(ranks)
-        unused: list[int] = []
+        unused: list[LargePageId] = []
         # Start with the last page, which is evicted first, so that ranks rise.
         for large, start, end in reversed(self._set_ranks(pages, all_ranks)):
             if end - start > k:
@@ -339,7 +348,7 @@ class SplitPages(SplitBooks):
                     all_ranks[start:end], k, is_even=isinstance(ranks, range)
                 )
                 evictables.note_row(larges, lows, highs)
-                unused += reversed(larges)
+                unused += cast("Sequence[LargePageId]", larges[::-1])
                 continue
             lowest, highest = extremes(ranks[start:end])
             if end - start == k:
@@ -352,16 +361,18 @@ class SplitPages(SplitBooks):
         youngest = evictables.youngest
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
-    def _set_ranks(self, pages: Sequence[int], ranks: list[int]) -> list[tuple[int, int, int]]:
+    def _set_ranks(
+        self, pages: Sequence[SmallPageId], ranks: list[int]
+    ) -> list[tuple[LargePageId, int, int]]:
         """Store the ranks of pages that become evictable.
 
         Returns:
             The pages by large page, as (large page, start, end). An entry with more pages than a
             large page has stands for consecutive whole large pages.
         """
-        stamps, k, numbers = self.stamps, self.pages_per_large, self._vacancies.numbers
+        stamps, k, ids = self.stamps, self.pages_per_large, self._vacancies.ids
         runs: list[tuple[int, int, int]] = []
-        for start, end, in_row in large_rows_of(pages, k, numbers):
+        for start, end, in_row in large_rows_of(pages, k, ids):
             some = pages[start:end]
             if in_row:
                 stamps[some[0] : some[0] + end - start] = ranks[start:end]
@@ -369,12 +380,12 @@ class SplitPages(SplitBooks):
             else:
                 for page, rank in zip(some, ranks[start:end], strict=True):
                     stamps[page] = rank
-                runs += [
-                    (large, start + i, start + j) for large, i, j, _ in runs_of(some, k, numbers)
-                ]
-        return runs
+                runs += [(large, start + i, start + j) for large, i, j, _ in runs_of(some, k, ids)]
+        return cast("list[tuple[LargePageId, int, int]]", runs)
 
-    def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
+    def _retire_some(
+        self, large: LargePageId, page: SmallPageId, num_left: int, lowest: int, highest: int
+    ) -> bool:
         """Update the records of a large page when some of its small pages became evictable.
 
         Args:
@@ -398,7 +409,7 @@ class SplitPages(SplitBooks):
             evictables.enqueue(large)
         return False
 
-    def _leave(self, large: int, num_left: int) -> bool:
+    def _leave(self, large: LargePageId, num_left: int) -> bool:
         """Record that small pages of a large page in use lost their user. Return whether all did.
 
         The large page is then neither closed nor reclaimable yet.
@@ -415,13 +426,13 @@ class SplitPages(SplitBooks):
         self._evictables.dequeue(large)
         return True
 
-    def _close(self, large: int) -> None:
+    def _close(self, large: LargePageId) -> None:
         self._vacancies.close(large)
         self._evictables.close(large)
         self.num_large -= 1
         self._large_pages.close(large)
 
-    def surrender(self, large: int) -> list[int]:
+    def surrender(self, large: LargePageId) -> list[SmallPageId]:
         """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
         self._vacancies.idle.remove(large, len(self._vacancies.empties[large]))
@@ -430,6 +441,6 @@ class SplitPages(SplitBooks):
         self._close(large)
         return lost
 
-    def disown(self, owner: int) -> None:
+    def disown(self, owner: OwnerId) -> None:
         """Give up the owner's claim, if it has one."""
         self._vacancies.disown(owner)

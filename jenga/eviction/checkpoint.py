@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 
 from jenga.eviction.points import NO_POINT, Point
+from jenga.page_ids import SmallPageId
 
 NOT_IN_POOL = -1
 """Place of a checkpoint that is not in the pool of those that may be evicted."""
@@ -75,8 +76,8 @@ class Checkpoint:
         self.end_tokens = end_tokens
         self.parent = parent
         self.first_pages: list[int] = []
-        self.segment: list[list[int]] = []
-        self.alone: list[tuple[int, list[int]]] = []
+        self.segment: list[list[SmallPageId]] = []
+        self.alone: list[tuple[int, list[SmallPageId]]] = []
         self.num_children = 0
         self.is_kept = self.is_removed = False
         self.point = NO_POINT

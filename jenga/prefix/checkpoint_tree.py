@@ -28,6 +28,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
 from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
 from jenga.eviction.policy import EvictionPolicy
+from jenga.page_ids import SmallPageId
 from jenga.policies import NEVER, RequestFacts
 from jenga.prefix.eviction_log import EvictionCause, EvictionLog
 from jenga.prefix.host_cache import HostCache
@@ -420,7 +421,7 @@ class CheckpointTree:
                     EvictionCause.GUESS, guess, point, num_tokens, freed_bytes=freed_bytes
                 )
 
-    def keep_images(self, table: Table, pages: Sequence[int], past: Past) -> None:
+    def keep_images(self, table: Table, pages: Sequence[SmallPageId], past: Past) -> None:
         """Keep an encoder's output for images.
 
         Args:
@@ -432,7 +433,9 @@ class CheckpointTree:
             if key not in self._by_key:
                 self._keep_image(key, table, some, past)
 
-    def _keep_image(self, key: Hashable, table: Table, pages: list[int], past: Past) -> None:
+    def _keep_image(
+        self, key: Hashable, table: Table, pages: list[SmallPageId], past: Past
+    ) -> None:
         num_tokens = len(pages) * table.grain.page_slots
         node = Checkpoint(key, num_tokens, 0, self._root)
         node.segment, node.first_pages = self._root.segment, self._root.first_pages
@@ -443,7 +446,7 @@ class CheckpointTree:
         self._enter_pool(node)
         node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
 
-    def read_images(self, table: Table, pages: Sequence[int]) -> None:
+    def read_images(self, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Record that a request reads images, of which it found the given pages.
 
         An image that is found whole and has lost its checkpoint is kept again.
@@ -466,8 +469,8 @@ class CheckpointTree:
                 self._keep_image(key, table, whole, Past.READ)
 
     def _images_in(
-        self, table: Table, pages: Sequence[int]
-    ) -> Iterator[tuple[Hashable, list[int]]]:
+        self, table: Table, pages: Sequence[SmallPageId]
+    ) -> Iterator[tuple[Hashable, list[SmallPageId]]]:
         """Yield names of images and their pages. Pages without a cached name are left out."""
         names = ((key[0] if isinstance(key, tuple) else None) for key in table.keys_of(pages))
         named = zip(names, pages, strict=True)
@@ -586,7 +589,7 @@ class CheckpointTree:
             page = guide.page_of(keys[unit - 1])
             owner = guide.owners[page] if page is not None else None
             if owner is None:
-                segment: list[list[int]] = []
+                segment: list[list[SmallPageId]] = []
                 for table in self._lasting:
                     pages = self._cached_pages(
                         table, prefix_hashes, facts, node.end_tokens, num_tokens
@@ -661,7 +664,7 @@ class CheckpointTree:
         return before
 
     def _extend(
-        self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+        self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[SmallPageId]]
     ) -> Checkpoint:
         """Make a node that is not kept yet, with the pages after another node's.
 
@@ -695,7 +698,7 @@ class CheckpointTree:
         return node.is_kept or node.num_children > 0 or node.parent is None
 
     def _grow(
-        self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+        self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[SmallPageId]]
     ) -> Checkpoint:
         """Make a child node that is not kept yet, with the pages after its parent's."""
         node = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, parent)
@@ -716,7 +719,7 @@ class CheckpointTree:
         facts: RequestFacts,
         start_tokens: int,
         num_tokens: int,
-    ) -> list[int] | None:
+    ) -> list[SmallPageId] | None:
         """Return the pages of a text between two points. None if one is not cached."""
         slots = table.grain.page_slots
         numbers = range(start_tokens // slots, (num_tokens + self.ahead_tokens) // slots)
@@ -726,9 +729,9 @@ class CheckpointTree:
 
     def _windows(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
-    ) -> list[tuple[Table, list[int]]] | None:
+    ) -> list[tuple[Table, list[SmallPageId]]] | None:
         """Return the pages of the windows before a point. None if one has a gap."""
-        found: list[tuple[Table, list[int]]] = []
+        found: list[tuple[Table, list[SmallPageId]]] = []
         for table in self._alone:
             numbers = table.policy.reused_pages(facts, (), table.grain, num_tokens)
             if not numbers:
@@ -741,7 +744,7 @@ class CheckpointTree:
             found.append((table, pages))
         return found
 
-    def _pin(self, node: Checkpoint, table: Table, pages: list[int]) -> None:
+    def _pin(self, node: Checkpoint, table: Table, pages: list[SmallPageId]) -> None:
         """Give a node pages that belong to its point alone."""
         num_new = table.pin(pages)
         node.alone.append((table.index, pages))
@@ -1051,7 +1054,9 @@ class CheckpointTree:
             left -= chosen[-1][1]
         return chosen
 
-    def pages_of(self, node: Checkpoint, num_bytes: int) -> Iterator[tuple[Table, list[int]]]:
+    def pages_of(
+        self, node: Checkpoint, num_bytes: int
+    ) -> Iterator[tuple[Table, list[SmallPageId]]]:
         """Yield the pages that go with a checkpoint, by page table.
 
         Args:
@@ -1144,7 +1149,7 @@ class CheckpointTree:
         self._enter_pool(node)
         return True
 
-    def _unpin(self, table: Table, pages: list[int], host: HostCache | None) -> None:
+    def _unpin(self, table: Table, pages: list[SmallPageId], host: HostCache | None) -> None:
         """Record that a node no longer needs pages. Pages without need and users become empty.
 
         Args:
@@ -1180,7 +1185,7 @@ class CheckpointTree:
 
     def check(self) -> None:
         """Raise `InvariantError` unless pages are pinned exactly by the nodes that need them."""
-        pins: list[dict[int, int]] = [{} for _ in self._tables]
+        pins: list[dict[SmallPageId, int]] = [{} for _ in self._tables]
         children: dict[int, int] = {}
         nodes = list(self._by_key.values())
         for node in nodes:

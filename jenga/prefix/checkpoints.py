@@ -20,9 +20,9 @@ Source: Marconi (arXiv 2411.19379), section 4, for states at branches and ends.
 from collections.abc import Collection, Sequence
 
 from jenga.arena.allocator import Allocator
-from jenga.arena.large_pages import NULL_PAGE
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
+from jenga.page_ids import NULL_PAGE, HostPageId, SmallPageId
 from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
 from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import EvictionNotices
@@ -414,8 +414,8 @@ class Checkpoints:
         if not hit.num_tokens or not self.states:
             return
         self.num_states_read += 1
-        moves: list[tuple[Table, int, int]] = []
-        loads: list[tuple[Table, int, int]] = []
+        moves: list[tuple[Table, SmallPageId, SmallPageId]] = []
+        loads: list[tuple[Table, HostPageId, SmallPageId]] = []
         for table in self.states:
             pages = hit.pages[table.index]
             if not pages:
@@ -427,7 +427,7 @@ class Checkpoints:
         for table, source, target in loads:
             self._copy(table, source, target, CopyPath.FROM_HOST)
 
-    def _move(self, moves: list[tuple[Table, int, int]]) -> None:
+    def _move(self, moves: list[tuple[Table, SmallPageId, SmallPageId]]) -> None:
         """Order copies of one state's parts, so that each is read before it is written over.
 
         In a full arena, a request may have been given the very pages of the state. Such a page is
@@ -453,13 +453,17 @@ class Checkpoints:
             self._copy(table, source, target)
 
     def _copy(
-        self, table: Table, source: int, target: int, path: CopyPath = CopyPath.IN_ARENA
+        self,
+        table: Table,
+        source: SmallPageId | HostPageId,
+        target: SmallPageId,
+        path: CopyPath = CopyPath.IN_ARENA,
     ) -> None:
         copy = PageCopy(table_index=table.index, source=source, target=target, path=path)
         self._copies.order_copy(copy)
 
 
-def _running_page(request: Request, table: Table, num_tokens: int) -> int:
+def _running_page(request: Request, table: Table, num_tokens: int) -> SmallPageId:
     """Return the page of a request's state after `num_tokens` tokens."""
     pages = request.pages.small_pages[table.index]
     return pages[num_tokens % len(pages)]

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from jenga.arena.allocator import Allocator
 from jenga.arena.ranks import LOADED_RANK
 from jenga.errors import InvariantError, NotLoadedError
+from jenga.page_ids import HostPageId, OwnerId, SmallPageId
 from jenga.policies import ALL_PAGES
 from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import HostPageId, PageCopy, PrefixHit
+from jenga.tables.request import PageCopy, PrefixHit
 
 STEP_BYTES = 256 << 20
 """Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
@@ -35,7 +36,7 @@ LOADED_TOKENS = 4
 Reading stored keys and values is cheaper than computing them.
 """
 
-_OWNER = 1 << 62
+_OWNER = OwnerId(1 << 62)
 """Owner for which pages are taken. It is no request, since requests have small numbers."""
 
 
@@ -104,7 +105,7 @@ class Prefetch:
         self._hit: PrefixHit | None = None
         self._step = 0
         # Step in which pages were loaded, their page table, and the pages, oldest first.
-        self._loaded: deque[tuple[int, Table, list[int]]] = deque()
+        self._loaded: deque[tuple[int, Table, list[SmallPageId]]] = deque()
         self._reserve_large_pages = 0
         self._last: tuple[str, int] = "", 0  # request put off last, and its bytes
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from jenga.arena.small_pages import Sharing
+from jenga.page_ids import SmallPageId
 from jenga.policies import Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoint_tree import CheckpointTree
@@ -33,7 +34,7 @@ class FoundImages:
 
     table: Table
     num_pages_before: int
-    pages: list[int]
+    pages: list[SmallPageId]
     sharing: Sharing
     is_shared: bool = False
 
@@ -64,7 +65,7 @@ class RunningImages:
         cached = self.cached(image)
         return bool(cached) and all(None not in pages for pages in cached.values())
 
-    def cached(self, image: Image) -> dict[int, list[int | None]]:
+    def cached(self, image: Image) -> dict[int, list[SmallPageId | None]]:
         """Return page tables of images -> the pages in which an image is cached, or None."""
         facts = RequestFacts(images=(image,))
         return {
@@ -142,8 +143,8 @@ class RunningImages:
             self._tree.read_images(found.table, found.pages)
 
     def appended(
-        self, request: Request, all_found: Sequence[FoundImages], taken: Sequence[list[int]]
-    ) -> Sequence[list[int]]:
+        self, request: Request, all_found: Sequence[FoundImages], taken: Sequence[list[SmallPageId]]
+    ) -> Sequence[list[SmallPageId]]:
         """Return the pages that a step appended: those taken, and the images found among them."""
         if not all_found:
             return taken
@@ -179,7 +180,7 @@ class RunningImages:
 
 def _cached_pages(
     table: Table, policy: ImageSlots, facts: RequestFacts, pages: range
-) -> list[int | None]:
+) -> list[SmallPageId | None]:
     """Return the cached page of each page number of images, or None."""
     keys = policy.content_keys(facts, (), table.grain, pages)
     return [table.page_of(key) if key is not None else None for key in keys]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jenga.errors import InvariantError
+from jenga.page_ids import SmallPageId
 from jenga.tables.content_index import ContentIndex
 from jenga.tables.page_table import Table
 from jenga.tables.request import Request
@@ -45,7 +46,7 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         table: The page table.
         requests: All running requests.
     """
-    users: dict[int, int] = {}
+    users: dict[SmallPageId, int] = {}
     for request in requests:
         pages, first = (
             request.pages.small_pages[table.index],
@@ -73,7 +74,7 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         _check_cache(table, table.cache, set(users))
 
 
-def _check_cache(table: Table, cache: ContentIndex, used: set[int]) -> None:
+def _check_cache(table: Table, cache: ContentIndex, used: set[SmallPageId]) -> None:
     cache.check()
     stamps = table.pages.stamps
     cached = {page for page, key in enumerate(cache.keys) if key is not None}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from jenga.errors import InvariantError
-from jenga.tables.found_pages import FoundPages, PageRow
+from jenga.page_ids import SmallPageId
+from jenga.tables.found_pages import RANGE_ROW, FoundPages, PageRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +60,22 @@ class ContentIndex:
 
     __slots__ = ("_pages", "_row", "keys")
 
-    def __init__(self, num_pages: int, row: PageRow = range) -> None:
+    def __init__(self, num_pages: int, row: PageRow = RANGE_ROW) -> None:
         """Create an empty index.
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the numbers of consecutive held pages. It should return the same int
+            row: Returns the ids of consecutive held pages. It should return the same int
                 objects as the allocator hands out, which makes comparing fast.
         """
-        self._pages: dict[Hashable, int] = {}
+        self._pages: dict[Hashable, SmallPageId] = {}
         self._row = row
         self.keys: list[Hashable | None] = [None] * num_pages
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def get(self, key: Hashable) -> int | None:
+    def get(self, key: Hashable) -> SmallPageId | None:
         """Return the page of a key, or None."""
         return self._pages.get(key)
 
@@ -87,8 +88,8 @@ class ContentIndex:
         return FoundPages(self._pages, self.keys, self._row, keys)
 
     def enter(
-        self, pages: Sequence[int], keys: Sequence[Hashable]
-    ) -> dict[int, tuple[int, Hashable]]:
+        self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
+    ) -> dict[SmallPageId, tuple[SmallPageId, Hashable]]:
         """Let pages be found under keys.
 
         Null pages and keys that are None are skipped. A key may occur several times.
@@ -98,7 +99,7 @@ class ContentIndex:
             are the first page that was not entered because of that page, and the key.
         """
         page_of, key_of = self._pages.setdefault, self.keys
-        others: dict[int, tuple[int, Hashable]] = {}
+        others: dict[SmallPageId, tuple[SmallPageId, Hashable]] = {}
         for page, key in zip(pages, keys, strict=True):
             if page > 0 and key is not None:
                 found = page_of(key, page)
@@ -108,19 +109,19 @@ class ContentIndex:
                     others.setdefault(found, (page, key))
         return others
 
-    def enter_page(self, page: int, key: Hashable) -> bool:
+    def enter_page(self, page: SmallPageId, key: Hashable) -> bool:
         """Do the work of `enter` for one page. Return whether it was entered."""
         if page <= 0 or key is None or self._pages.setdefault(key, page) != page:
             return False
         self.keys[page] = key
         return True
 
-    def move(self, key: Hashable, old: int, new: int) -> None:
+    def move(self, key: Hashable, old: SmallPageId, new: SmallPageId) -> None:
         """Let another page be found under a key. The old page is not found any more."""
         self._pages[key] = new
         self.keys[new], self.keys[old] = key, None
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Iterable[SmallPageId]) -> None:
         """Make cached pages impossible to find."""
         page_of, key_of = self._pages, self.keys
         for page in pages:
@@ -157,7 +158,7 @@ class RecordingIndex(ContentIndex):
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the numbers of consecutive held pages.
+            row: Returns the ids of consecutive held pages.
             table_index: The page table.
             changes: Records the changes.
             is_on_host: Whether the pages are those of host memory.
@@ -168,8 +169,8 @@ class RecordingIndex(ContentIndex):
         self._is_on_host = is_on_host
 
     def enter(
-        self, pages: Sequence[int], keys: Sequence[Hashable]
-    ) -> dict[int, tuple[int, Hashable]]:
+        self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
+    ) -> dict[SmallPageId, tuple[SmallPageId, Hashable]]:
         """See `ContentIndex`. A key that had a page before is no change."""
         known = {None, *(key for key in keys if key in self._pages)}
         is_new: list[bool] = []
@@ -183,7 +184,7 @@ class RecordingIndex(ContentIndex):
                 self._record([key for _, key in run], is_found=True)
         return others
 
-    def enter_page(self, page: int, key: Hashable) -> bool:
+    def enter_page(self, page: SmallPageId, key: Hashable) -> bool:
         """See `ContentIndex`. A key that had a page before is no change."""
         was_found = key in self._pages
         is_entered = super().enter_page(page, key)
@@ -191,7 +192,7 @@ class RecordingIndex(ContentIndex):
             self._record([key], is_found=True)
         return is_entered
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Iterable[SmallPageId]) -> None:
         """See `ContentIndex`."""
         gone = list(pages)
         keys = [self.keys[page] for page in gone]

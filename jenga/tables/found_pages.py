@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from sys import maxsize
-from typing import overload
+from typing import cast, overload
 
 from jenga.arena.page_runs import row_end
+from jenga.page_ids import SmallPageId
 
-PageRow = Callable[[int, int], Sequence[int]]
-"""Function that returns the numbers of consecutive pages, from the first to one past the last."""
+PageRow = Callable[[int, int], Sequence[SmallPageId]]
+"""Function that returns the ids of consecutive pages, from the first to one past the last."""
+
+RANGE_ROW = cast("PageRow", range)
+"""Function that makes the ids anew, for an index without an allocator."""
 
 FIRST_LOOKED_UP = 4
 """Number of keys looked up together at first.
@@ -22,7 +26,7 @@ This holds even for keys that were used just before.
 """
 
 
-class FoundPages(Sequence[int | None]):
+class FoundPages(Sequence[SmallPageId | None]):
     """Pages of keys, looked up when they are read. A window needs only the last few of many.
 
     Pages that were computed together are usually consecutive. The keys after such a row are
@@ -34,7 +38,7 @@ class FoundPages(Sequence[int | None]):
 
     def __init__(
         self,
-        pages: Mapping[Hashable, int],
+        pages: Mapping[Hashable, SmallPageId],
         key_of: Sequence[Hashable],
         row: PageRow,
         keys: Sequence[Hashable],
@@ -44,14 +48,14 @@ class FoundPages(Sequence[int | None]):
         Args:
             pages: Key -> page.
             key_of: Page -> key, or None.
-            row: Returns the numbers of consecutive pages.
+            row: Returns the ids of consecutive pages.
             keys: Keys to look up: hashes, or names of other types. None stands for no name.
         """
         self._get = pages.get
         self._key_of = key_of
         self._row = row
         self._keys = keys
-        self._known: list[int | None] = []
+        self._known: list[SmallPageId | None] = []
         self._known_start = 0
         self._num_before_gap: int | None = None
 
@@ -59,10 +63,10 @@ class FoundPages(Sequence[int | None]):
         return len(self._keys)
 
     @overload
-    def __getitem__(self, index: int) -> int | None: ...
+    def __getitem__(self, index: int) -> SmallPageId | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+    def __getitem__(self, index: slice) -> list[SmallPageId | None]: ...
+    def __getitem__(self, index: int | slice) -> SmallPageId | list[SmallPageId | None] | None:
         if not isinstance(index, slice):
             return self._get(self._keys[index])
         start, end, step = index.indices(len(self._keys))
@@ -85,7 +89,7 @@ class FoundPages(Sequence[int | None]):
         return self._num_before_gap
 
     def _look_up_to_gap(self) -> int:
-        found: list[int | None] = []
+        found: list[SmallPageId | None] = []
         self._known, self._known_start = found, 0
         for pages, in_row in self._look_up(0, len(self._keys)):
             found += pages
@@ -93,7 +97,7 @@ class FoundPages(Sequence[int | None]):
                 return len(found) - len(pages) + pages.index(None)
         return len(found)
 
-    def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[int | None], bool]]:
+    def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[SmallPageId | None], bool]]:
         """Yield pages of keys in order, and whether they are consecutive, with none missing."""
         keys = self._keys
         num_asked, row_pages = FIRST_LOOKED_UP, LONG_ROW
@@ -150,9 +154,9 @@ class FoundPages(Sequence[int | None]):
             self._known = self._pages(start, end)
             self._known_start = start
 
-    def _pages(self, start: int, end: int) -> list[int | None]:
+    def _pages(self, start: int, end: int) -> list[SmallPageId | None]:
         """Return the pages of `_look_up` in one list."""
-        found: list[int | None] = []
+        found: list[SmallPageId | None] = []
         for pages, _ in self._look_up(start, end):
             found += pages
         return found

@@ -6,7 +6,7 @@ decode steps therefore query no page table at all.
 
 from collections.abc import Sequence
 
-from jenga.arena.large_pages import NULL_PAGE
+from jenga.page_ids import NULL_PAGE, SmallPageId
 from jenga.policies import NEVER
 from jenga.tables.capacity import Capacity
 from jenga.tables.page_table import Table
@@ -194,7 +194,7 @@ class Growth:
         self,
         request: Request,
         needs: Sequence[tuple[int, int, int]],
-        taken: Sequence[Sequence[int]],
+        taken: Sequence[Sequence[SmallPageId]],
     ) -> None:
         """Append the pages that `next_needs` asked for.
 
@@ -209,7 +209,7 @@ class Growth:
             own.max_tokens[index] = max_tokens
         request.grows_at = min(own.max_tokens) + 1
 
-    def adopt(self, request: Request, table: Table, pages: Sequence[int]) -> None:
+    def adopt(self, request: Request, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Append pages that were found in the cache, and gaps (`MISSING`) among them."""
         request.pages.small_pages[table.index] += pages
         request.pages.has_missing[table.index] = MISSING in pages
@@ -221,7 +221,7 @@ class Growth:
         request.pages.has_missing[table.index] = False
         self._measure(request, table)
 
-    def append(self, request: Request, taken: Sequence[list[int]]) -> None:
+    def append(self, request: Request, taken: Sequence[list[SmallPageId]]) -> None:
         """Put new pages into the gaps of the page tables first, and append the others."""
         own = request.pages
         for index, new_pages in enumerate(taken):

@@ -10,6 +10,7 @@ from jenga.arena.whole_pages import WholePages
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.geometry import Geometry, PageTable
+from jenga.page_ids import SmallPageId
 from jenga.policies import Grain, LayerPolicy
 from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.request import Request
@@ -43,7 +44,7 @@ class Table:
     clock: RankClock
     pins: list[int] = field(default_factory=list[int])
     owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
-    orphans: set[int] = field(default_factory=set[int])
+    orphans: set[SmallPageId] = field(default_factory=set[SmallPageId])
     _slot: list[int] = field(default_factory=list[int])
 
     def pages_for(self, slots: range) -> range:
@@ -53,11 +54,11 @@ class Table:
 
     # Content
 
-    def page_of(self, key: Hashable) -> int | None:
+    def page_of(self, key: Hashable) -> SmallPageId | None:
         """Return the page that is cached under a key, or None."""
         return self.cache.get(key) if self.cache is not None else None
 
-    def keys_of(self, pages: Sequence[int]) -> list[Hashable]:
+    def keys_of(self, pages: Sequence[SmallPageId]) -> list[Hashable]:
         """Return the key of each page's content, None where no request may find it."""
         keys = self.cache.keys if self.cache is not None else ()
         return [keys[page] for page in pages]
@@ -83,7 +84,7 @@ class Table:
         if not others:
             return False
         number_of = dict(zip(pages, range(start, start + len(pages)), strict=True))
-        replaced: list[int] = []
+        replaced: list[SmallPageId] = []
         # The same content may occur twice in a request. Its older page is replaced once.
         for old, (page, key) in others.items():
             if self.pages.stamps[old] >= 0:
@@ -122,7 +123,7 @@ class Table:
             self.cache.enter_page(page, key)
         return bool(missing)
 
-    def _replace_owned(self, old: int, page: int, number: int) -> bool:
+    def _replace_owned(self, old: SmallPageId, page: SmallPageId, number: int) -> bool:
         """Replace a checkpoint's page by another page of the same content.
 
         Return False if other checkpoints need the old page, or if it belongs to no segment.
@@ -136,18 +137,18 @@ class Table:
         self.pins[old], self.pins[page] = 0, 1
         return True
 
-    def enter_state(self, page: int, key: Hashable) -> None:
+    def enter_state(self, page: SmallPageId, key: Hashable) -> None:
         """Let other requests find a state that was kept in a page of its own."""
         if self.cache is not None:
             self.cache.enter_page(page, key)
 
-    def forget(self, page: int) -> None:
+    def forget(self, page: SmallPageId) -> None:
         """Make a cached page impossible to find."""
         if self.cache is not None:
             self.cache.forget([page])
             self.orphans.discard(page)
 
-    def discard(self, pages: Sequence[int]) -> None:
+    def discard(self, pages: Sequence[SmallPageId]) -> None:
         """Empty cached pages that no request uses and no checkpoint needs any more."""
         if self.cache is not None:
             self.cache.forget(pages)
@@ -155,7 +156,7 @@ class Table:
             self.pages.discard(pages)
             self.pages.num_evicted_whole += len(pages)
 
-    def evicted_orphans(self) -> list[int]:
+    def evicted_orphans(self) -> list[SmallPageId]:
         """Return evicted orphans that can still be found, in text order, to copy to host memory."""
         # Pages that lost their user together are evicted from the end of the text.
         return [page for page in reversed(self.pages.evicted) if page in self.orphans]
@@ -180,7 +181,7 @@ class Table:
         num_found = max(0, request.pages.num_found[index] - first)
         self.leave_pages(request.pages.small_pages[index][first:], num_cached=num_found)
 
-    def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
+    def leave_pages(self, pages: Sequence[SmallPageId], *, num_cached: int = 0) -> None:
         """Remove one user from each page. Unused pages become evictable if cached, else empty.
 
         Args:
@@ -220,7 +221,7 @@ class Table:
         self.owners.extend([None] * len(self.pins))
 
     def own(
-        self, pages: Sequence[int], before: Checkpoint | None, owner: Checkpoint | None
+        self, pages: Sequence[SmallPageId], before: Checkpoint | None, owner: Checkpoint | None
     ) -> None:
         """Change the checkpoint whose segment contains pages, for pages that belong to `before`.
 
@@ -234,10 +235,10 @@ class Table:
             if owners[page] is before:
                 owners[page] = owner
 
-    def pin(self, pages: Sequence[int]) -> int:
+    def pin(self, pages: Sequence[SmallPageId]) -> int:
         """Record that a checkpoint needs pages. Return how many no other checkpoint needs."""
         pins, stamps = self.pins, self.pages.stamps
-        new: list[int] = []
+        new: list[SmallPageId] = []
         for page in pages:
             if not pins[page]:
                 new.append(page)
@@ -247,14 +248,14 @@ class Table:
             self.pages.rerank(unused, self.clock.kept(len(unused)))
         return len(new)
 
-    def unpin(self, pages: Sequence[int]) -> list[int]:
+    def unpin(self, pages: Sequence[SmallPageId]) -> list[SmallPageId]:
         """Record that a checkpoint no longer needs pages.
 
         Returns:
             The pages that no checkpoint needs and no request uses now.
         """
         pins, stamps = self.pins, self.pages.stamps
-        unused: list[int] = []
+        unused: list[SmallPageId] = []
         for page in pages:
             pins[page] -= 1
             if not pins[page] and stamps[page] >= 0:
@@ -267,7 +268,7 @@ class Table:
         self.owners[:] = [None] * len(self.owners)
         self.orphans.clear()
 
-    def check_pins(self, expected: Mapping[int, int]) -> None:
+    def check_pins(self, expected: Mapping[SmallPageId, int]) -> None:
         """Raise `InvariantError` unless pins are as expected, and ranks agree with them.
 
         Args:

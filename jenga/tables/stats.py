@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jenga.arena.allocator import Allocator
 from jenga.errors import InvariantError
+from jenga.page_ids import SmallPageId
 from jenga.tables.page_table import Table
 from jenga.tables.request import Request
 
@@ -183,7 +184,7 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
     such slots. A slot of a shared page is touched if one of the page's users touches it.
     """
     page_slots, shares = table.grain.page_slots, table.pages.shares
-    dead_slots: dict[int, list[int]] = {}
+    dead_slots: dict[SmallPageId, list[int]] = {}
     for request in requests:
         pages, first = (
             request.pages.small_pages[table.index],
