@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jenga.arena.large_pages import LargePages
-from jenga.arena.ranks import KEPT_RANK, RankClock
+from jenga.arena.ranks import PINNED_RANK, RankClock
 from jenga.errors import InvariantError
 from jenga.page_ids import LargePageId
 
@@ -144,7 +144,7 @@ class _RankTimes:
 
     def time_of(self, rank: int) -> float:
         """Return the time at which a rank was given, or a little before."""
-        index = bisect_right(self._ranks, rank % KEPT_RANK) - 1
+        index = bisect_right(self._ranks, rank % PINNED_RANK) - 1
         return self._times[index] if index >= 0 else -math.inf
 
 
@@ -302,7 +302,7 @@ class BorrowedPages:
         if first_rank < 0:
             return math.inf
         rank = self._next_checkpoint_rank()
-        if rank < 0 and first_rank < KEPT_RANK:
+        if rank < 0 and first_rank < PINNED_RANK:
             rank = first_rank
         return self._times.time_of(rank) if rank >= 0 else math.inf
 

@@ -11,7 +11,7 @@ NO_PAGES: list[SmallPageId] = []
 """Placeholder for the lists of a large page that is not held. It is never written."""
 
 
-class Vacancies:
+class EmptyPages:
     """Empty small pages, by large page.
 
     A large page in use is free or claimed. If an owner claims it, others take its empty small pages
@@ -19,7 +19,7 @@ class Vacancies:
     taken when it is in use again.
 
     Attributes:
-        empties: Large page -> its empty small pages. The last one is taken next.
+        pages: Large page -> its empty small pages. The last one is taken next.
         free: Large pages in use with empty small pages that no owner claims.
         claimed: Large pages in use with empty small pages that an owner claims.
         idle: Reclaimable large pages with empty small pages.
@@ -32,17 +32,17 @@ class Vacancies:
         "_pages_per_large",
         "claimed",
         "claims",
-        "empties",
         "free",
         "idle",
         "ids",
         "owners",
+        "pages",
     )
 
     def __init__(self, num_larges: int, pages_per_large: int) -> None:
         self._pages_per_large = pages_per_large
         self.ids = [NO_PAGES] * num_larges
-        self.empties = [NO_PAGES] * num_larges
+        self.pages = [NO_PAGES] * num_larges
         self.free, self.claimed, self.idle = Bins(), Bins(), Bins()
         self.claims: dict[OwnerId, LargePageId] = {}
         self.owners: dict[LargePageId, OwnerId] = {}
@@ -52,7 +52,7 @@ class Vacancies:
         k = self._pages_per_large
         ids = cast("list[SmallPageId]", list(range(large * k, (large + 1) * k)))
         self.ids[large] = ids
-        self.empties[large] = ids[::-1]
+        self.pages[large] = ids[::-1]
         self.free.add(large, k)
 
     def open_taken(self, larges: Sequence[LargePageId]) -> list[SmallPageId]:
@@ -62,17 +62,17 @@ class Vacancies:
         for large in larges:
             ids = list(range(large * k, (large + 1) * k))
             all_ids[large] = ids
-            self.empties[large] = []
+            self.pages[large] = []
             pages += ids
         return cast("list[SmallPageId]", pages)
 
     def close(self, large: LargePageId) -> None:
         """Forget a large page that is in no bin."""
-        self.ids[large] = self.empties[large] = NO_PAGES
+        self.ids[large] = self.pages[large] = NO_PAGES
 
     def take(self, large: LargePageId, most: int, pages: list[SmallPageId]) -> int:
         """Move empty small pages of a large page in use to `pages`. Return how many were moved."""
-        empties = self.empties[large]
+        empties = self.pages[large]
         num_before = len(empties)
         num_taken = min(most, num_before)
         if num_taken == 1:
@@ -91,11 +91,11 @@ class Vacancies:
     def take_packed(self) -> SmallPageId:
         """Take one small page of the fullest free large page, or the null page if there is none."""
         large = self.free.take_fullest()
-        return self.empties[large].pop() if large != NULL_LARGE_PAGE else NULL_PAGE
+        return self.pages[large].pop() if large != NULL_LARGE_PAGE else NULL_PAGE
 
     def put_back(self, large: LargePageId, pages: Sequence[SmallPageId]) -> int:
         """Add emptied small pages of a large page in use. Return how many are empty then."""
-        empties = self.empties[large]
+        empties = self.pages[large]
         bins = self.claimed if large in self.owners else self.free
         bins.remove(large, len(empties))
         # Backwards, so that consecutive pages are taken in rising order.
@@ -108,7 +108,7 @@ class Vacancies:
 
         A large page that is all empty is left in no bin.
         """
-        empties = self.empties[large]
+        empties = self.pages[large]
         self.idle.remove(large, len(empties))
         empties.extend(reversed(pages))
         if len(empties) < self._pages_per_large:
@@ -117,7 +117,7 @@ class Vacancies:
 
     def claim(self, large: LargePageId, owner: OwnerId) -> None:
         """Reserve the empty small pages of a large page in use, if there are any, for an owner."""
-        num_empty = len(self.empties[large])
+        num_empty = len(self.pages[large])
         if num_empty:
             self.free.remove(large, num_empty)
             self.claimed.add(large, num_empty)
@@ -129,19 +129,19 @@ class Vacancies:
         large = self.claims.pop(owner, NULL_LARGE_PAGE)
         if large != NULL_LARGE_PAGE:
             del self.owners[large]
-            num_empty = len(self.empties[large])
+            num_empty = len(self.pages[large])
             self.claimed.remove(large, num_empty)
             self.free.add(large, num_empty)
 
     def mark_in_use(self, large: LargePageId) -> None:
         """Record that an idle large page is in use."""
-        num_empty = len(self.empties[large])
+        num_empty = len(self.pages[large])
         self.idle.remove(large, num_empty)
         self.free.add(large, num_empty)
 
     def mark_idle(self, large: LargePageId) -> None:
         """Record that a large page in use becomes idle. If all of it is empty, it is in no bin."""
-        num_empty = len(self.empties[large])
+        num_empty = len(self.pages[large])
         if large in self.owners:
             self.claimed.remove(large, num_empty)
             del self.claims[self.owners.pop(large)]
@@ -158,9 +158,9 @@ class Vacancies:
         """
         bins: dict[str, dict[LargePageId, int]] = {"free": {}, "claimed": {}, "idle": {}}
         for large, is_in_use in held.items():
-            if self.empties[large]:
+            if self.pages[large]:
                 name = "idle" if not is_in_use else "claimed" if large in self.owners else "free"
-                bins[name][large] = len(self.empties[large])
+                bins[name][large] = len(self.pages[large])
         self.free.check(bins["free"])
         self.claimed.check(bins["claimed"])
         self.idle.check(bins["idle"])

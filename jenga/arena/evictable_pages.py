@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from jenga.arena.best_fit import Bins
-from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
-from jenga.arena.ranks import KEPT_RANK
+from jenga.arena.eviction_queue import NOT_QUEUED, EvictionQueue
+from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
 from jenga.page_ids import NULL_PAGE, LargePageId, SmallPageId
 
@@ -23,7 +23,7 @@ NO_ORDER: list[int] = []
 """Placeholder for an order that was not built. It is never written."""
 
 
-class Evictables:
+class EvictablePages:
     """Ranks of evictable small pages. The lowest rank is evicted first.
 
     Attributes:
@@ -51,7 +51,7 @@ class Evictables:
         self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
         self.eldest = [0] * num_larges
         self.youngest = [0] * num_larges
-        self.in_use: VictimQueue[LargePageId] = VictimQueue(num_larges)
+        self.in_use: EvictionQueue[LargePageId] = EvictionQueue(num_larges)
         self.loose: dict[LargePageId, int] = {}
         self._fullest = Bins()  # the pages of `loose`, by that number
         # For each large page, entries of its evictable small pages in order. Some may be stale.
@@ -180,14 +180,14 @@ class Evictables:
             used: Large page -> number of its small pages that have a user.
         """
         in_use, loose, k = self.in_use, self.loose, self._pages_per_large
-        while 0 <= in_use.peek_rank() < KEPT_RANK:
+        while 0 <= in_use.peek_rank() < PINNED_RANK:
             large = in_use.peek()
             in_use.drop(large)
             loose[large] = k - used[large]
             self._fullest.add(large, loose[large])
         while large := self._fullest.fullest():
             rank = self._valid_order(large)[0] // len(self.stamps)
-            if rank < KEPT_RANK:
+            if rank < PINNED_RANK:
                 break
             self._fullest.remove(large, loose.pop(large))
             in_use.push(large, rank)

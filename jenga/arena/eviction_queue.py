@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 from jenga.errors import InvariantError
 
 NOT_QUEUED = -1
-"""Stamp of an item that is not in a queue. `VictimQueue.peek` returns it if the queue is empty."""
+"""Stamp of an item that is in no queue. `EvictionQueue.peek` returns it if the queue is empty."""
 
 Item = TypeVar("Item", bound=int)
 """Kind of ids that a queue holds."""
@@ -28,7 +28,7 @@ NUM_LANES = 4
 """Number of lanes. Ranks come in a few levels, each of which rises with time."""
 
 
-class VictimQueue(Generic[Item]):
+class EvictionQueue(Generic[Item]):
     """Items `0..num_items - 1` by rank, lowest first, with lazy removal.
 
     An entry is `rank * num_items + item`. `stamps[item]` is the item's valid entry. Any other entry

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
-from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
-from jenga.arena.ranks import KEPT_RANK
+from jenga.arena.eviction_queue import NOT_QUEUED, EvictionQueue
+from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
 from jenga.page_ids import NULL_LARGE_PAGE, LargePageId, SmallPageId
 
@@ -41,7 +41,7 @@ class LargePages:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest small
             page.
-        evictor: Evicts a checkpoint when the lowest rank is `KEPT_RANK` or more. None if no page
+        evictor: Evicts a checkpoint when the lowest rank is `PINNED_RANK` or more. None if no page
             has such a rank.
         num_evicted: Number of small pages evicted so far, in all page tables, without those that
             became empty with a checkpoint.
@@ -84,7 +84,7 @@ class LargePages:
         self.num_pages = num_pages
         self.tables: list[Holder] = []
         self.evictor: Callable[[], bool] | None = None
-        self.reclaimable: VictimQueue[LargePageId] = VictimQueue(num_pages)
+        self.reclaimable: EvictionQueue[LargePageId] = EvictionQueue(num_pages)
         self.holders = [NOT_HELD] * num_pages
         self._free: list[LargePageId] = []
         self.ids = [NULL_LARGE_PAGE]
@@ -177,7 +177,7 @@ class LargePages:
         Args:
             rank: Lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
         """
-        return (rank >= KEPT_RANK or rank < 0) and self.evictor is not None and self.evictor()
+        return (rank >= PINNED_RANK or rank < 0) and self.evictor is not None and self.evictor()
 
     def _evict_oldest(self, taker: int) -> None:
         """Empty the reclaimable large page of the lowest rank. There must be one."""

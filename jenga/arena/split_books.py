@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import cast
 
-from jenga.arena.empty_pages import Vacancies
-from jenga.arena.evictable_pages import Evictables
+from jenga.arena.empty_pages import EmptyPages
+from jenga.arena.evictable_pages import EvictablePages
 from jenga.arena.large_pages import LargePages
 from jenga.arena.page_runs import large_rows_of
 from jenga.arena.small_pages import Sharing, check_shares
@@ -35,11 +35,11 @@ class SplitBooks:
     """
 
     __slots__ = (
-        "_evictables",
+        "_empty",
+        "_evictable",
         "_large_pages",
         "_loose",
         "_used",
-        "_vacancies",
         "evicted",
         "index",
         "num_evictable",
@@ -60,11 +60,11 @@ class SplitBooks:
         self._large_pages = large_pages
         self.index = index
         self.pages_per_large = pages_per_large
-        self._vacancies = Vacancies(num_larges, pages_per_large)
-        self._evictables = Evictables(num_larges, pages_per_large)
+        self._empty = EmptyPages(num_larges, pages_per_large)
+        self._evictable = EvictablePages(num_larges, pages_per_large)
         self._used = [0] * num_larges  # large page -> number of used small pages
-        self.stamps = self._evictables.stamps
-        self._loose = self._evictables.loose
+        self.stamps = self._evictable.stamps
+        self._loose = self._evictable.loose
         self.shares: dict[SmallPageId, int] = {}
         self.evicted: list[SmallPageId] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
@@ -77,17 +77,17 @@ class SplitBooks:
 
     def evictable_pages(self, large: LargePageId) -> list[SmallPageId]:
         """Return the small pages whose cached content would be lost with a large page."""
-        return self._evictables.pages_of(large)
+        return self._evictable.pages_of(large)
 
     def next_alone(self, most: int) -> list[SmallPageId]:
         """Return up to `most` small pages that are evicted next one by one, roughly."""
-        return self._evictables.next_alone(most)
+        return self._evictable.next_alone(most)
 
     def row(self, start: int, end: int) -> list[SmallPageId]:
         """Return the ids of consecutive held small pages, as the same objects as handed out."""
         k = self.pages_per_large
         first = start // k
-        pages = list(chain.from_iterable(self._vacancies.ids[first : (end - 1) // k + 1]))
+        pages = list(chain.from_iterable(self._empty.ids[first : (end - 1) // k + 1]))
         return pages[start - first * k : end - first * k]
 
     def sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
@@ -97,7 +97,7 @@ class SplitBooks:
         revived_of: Counter[int] = Counter()
         whole: list[range] = []
         scattered: list[SmallPageId] = []
-        for start, end, in_row in large_rows_of(pages, k, self._vacancies.ids):
+        for start, end, in_row in large_rows_of(pages, k, self._empty.ids):
             large, num_pages = pages[start] // k, end - start
             larges = range(large, large + max(1, num_pages // k))
             if not in_row or any(used[large : larges.stop]):
@@ -130,14 +130,14 @@ class SplitBooks:
         users: set[SmallPageId] = set()
         for large in held:
             pages = cast("Sequence[SmallPageId]", range(large * k, (large + 1) * k))
-            empties = self._vacancies.empties[large]
+            empties = self._empty.pages[large]
             evictable = {page for page in pages if self.stamps[page] >= 0}
             used = set(pages).difference(empties, evictable)
             is_reclaimable = self._large_pages.reclaimable.stamps[large] >= 0
             problems = {
                 "pages both empty and evictable or foreign": sorted([*empties, *evictable, *used])
                 != list(pages),
-                "small pages not in a row": self._vacancies.ids[large] != list(pages),
+                "small pages not in a row": self._empty.ids[large] != list(pages),
                 "used pages counted wrong": len(used) != self._used[large],
                 "an empty large page held": len(empties) == k,
                 "reclaimable though used, or the reverse": is_reclaimable == bool(used),
@@ -149,13 +149,13 @@ class SplitBooks:
                         f"evictable {sorted(evictable)}, empty {sorted(empties)})"
                     )
                     raise InvariantError(msg)
-            self._evictables.check(large, is_in_use=bool(used))
+            self._evictable.check(large, is_in_use=bool(used))
             users |= used
             num_evictable += len(evictable)
             if used:
                 num_spare += k - len(used)
-        self._vacancies.check({large: self._used[large] > 0 for large in held})
-        self._evictables.check_queues(self._used)
+        self._empty.check({large: self._used[large] > 0 for large in held})
+        self._evictable.check_queues(self._used)
         check_shares(self.shares, users)
         counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
         if counted != (len(held), len(users), num_evictable, num_spare):

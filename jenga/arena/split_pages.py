@@ -47,23 +47,23 @@ class SplitPages(SplitBooks):
         for pages in sharing.revived:
             set_stamps(stamps, pages, NOT_QUEUED)
         used, k = self._used, self.pages_per_large
-        vacancies, evictables = self._vacancies, self._evictables
+        empty, evictable = self._empty, self._evictable
         for larges in sharing.whole:
             used[larges[0] : larges[-1] + 1] = [k] * len(larges)
             self._large_pages.reclaimable.drop_many(larges)
         revived_larges: list[LargePageId] = []
         for large, num_unused in sharing.revived_of.items():
-            num_empty = len(vacancies.empties[large])
+            num_empty = len(empty.pages[large])
             was_in_use = used[large]
             used[large] += num_unused
             if not was_in_use:
                 revived_larges.append(large)
                 if num_empty:
-                    vacancies.mark_in_use(large)
+                    empty.mark_in_use(large)
                 if used[large] + num_empty < k:
-                    evictables.enqueue(large)
+                    evictable.enqueue(large)
             elif used[large] + num_empty == k:
-                evictables.dequeue(large)
+                evictable.dequeue(large)
             elif large in self._loose:
                 self._recount(large)
         self._large_pages.reclaimable.drop_many(revived_larges)
@@ -93,10 +93,10 @@ class SplitPages(SplitBooks):
                 opened, or the null page.
         """
         pages: list[SmallPageId] = []
-        claims = self._vacancies.claims
+        claims = self._empty.claims
         if num_pages == 1 and expected_pages < self.pages_per_large and owner not in claims:
             # The common need of decoding is packed, mostly into large pages that are open.
-            page = self._vacancies.take_packed()
+            page = self._empty.take_packed()
             if page != NULL_PAGE:
                 self._count_packed(page)
                 return [page]
@@ -104,7 +104,7 @@ class SplitPages(SplitBooks):
             self._fill(claims[owner], num_pages, pages)
         elif beside > 0 and expected_pages >= self.pages_per_large:
             large = LargePageId(beside // self.pages_per_large)
-            if self._vacancies.empties[large] and large not in self._vacancies.owners:
+            if self._empty.pages[large] and large not in self._empty.owners:
                 self._fill(large, num_pages, pages)
         if len(pages) == num_pages:
             return pages
@@ -119,7 +119,7 @@ class SplitPages(SplitBooks):
             self._large_pages.make_empty(1, self.index)
             self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
-            num_used = self._used[self._vacancies.free.fullest()]  # 0 for the null page
+            num_used = self._used[self._empty.free.fullest()]  # 0 for the null page
             if not self._large_pages.num_empty and self._take_loose(num_used, pages):
                 continue
             large = self._best_fit(budget)
@@ -147,8 +147,8 @@ class SplitPages(SplitBooks):
         budget.spend(num_opened)
         self._large_pages.make_empty(num_opened, self.index)
         larges = self._large_pages.open_many(self.index, num_opened)
-        pages += self._vacancies.open_taken(larges)
-        self._evictables.open(larges)
+        pages += self._empty.open_taken(larges)
+        self._evictable.open(larges)
         for large in larges:
             self._used[large] = self.pages_per_large
         self.num_large += num_opened
@@ -159,25 +159,25 @@ class SplitPages(SplitBooks):
     ) -> None:
         """Fill an empty large page. Its remaining small pages are claimed by the owner."""
         self._fill(large, num_pages - len(pages), pages)
-        self._vacancies.claim(large, owner)
+        self._empty.claim(large, owner)
 
     def _best_fit(self, budget: Budget) -> LargePageId:
         """Return a large page in use with empty small pages, opened or revived if necessary.
 
         It is the null page if there is none.
         """
-        large = self._vacancies.free.fullest()
+        large = self._empty.free.fullest()
         if large != NULL_LARGE_PAGE:
             return large
         if budget.allows:
-            large = self._vacancies.idle.emptiest()
+            large = self._empty.idle.emptiest()
             if large != NULL_LARGE_PAGE:
                 budget.spend()
                 self._revive(large)
                 return large
             if self._large_pages.num_empty:
                 return self._open_empty(budget)
-        return self._vacancies.claimed.emptiest()
+        return self._empty.claimed.emptiest()
 
     def _evict(self, num_pages: int, budget: Budget, pages: list[SmallPageId]) -> None:
         """Evict a loose page, or else the first of a small page, a large page or a checkpoint.
@@ -186,14 +186,14 @@ class SplitPages(SplitBooks):
         """
         if self._take_loose(-1, pages):
             return
-        evictables, large_pages = self._evictables, self._large_pages
-        small = evictables.in_use.peek_rank()
+        evictable, large_pages = self._evictable, self._large_pages
+        small = evictable.in_use.peek_rank()
         oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
         is_small = small >= 0 and (oldest < 0 or small <= oldest)
         if large_pages.evicts_checkpoint(small if is_small else oldest):
             return
         if is_small:
-            page = evictables.take_first()
+            page = evictable.take_first()
             if page != NULL_PAGE:
                 self._take_evicted(page, pages)
         elif oldest < 0:
@@ -208,10 +208,10 @@ class SplitPages(SplitBooks):
 
     def _take_loose(self, num_used: int, pages: list[SmallPageId]) -> bool:
         """Take a loose page of a large page with more than `num_used` used small pages."""
-        large = self._evictables.find_loose(self._used)
+        large = self._evictable.find_loose(self._used)
         if large == NULL_LARGE_PAGE or self._used[large] <= num_used:
             return False
-        self._take_evicted(self._evictables.take_loose(large), pages)
+        self._take_evicted(self._evictable.take_loose(large), pages)
         return True
 
     def _oldest_is_own(self) -> bool:
@@ -231,19 +231,19 @@ class SplitPages(SplitBooks):
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
-        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
-            self._evictables.dequeue(large)
+        if self._used[large] + len(self._empty.pages[large]) == self.pages_per_large:
+            self._evictable.dequeue(large)
 
     def _recount(self, large: LargePageId) -> None:
         """Record how many small pages of a large page in use with loose ones have no user."""
-        self._evictables.recount(large, self.pages_per_large - self._used[large])
+        self._evictable.recount(large, self.pages_per_large - self._used[large])
 
     def _open_empty(self, budget: Budget) -> LargePageId:
         """Open an empty large page. The caller must take at least one small page of it."""
         budget.spend()
         large = self._large_pages.open(self.index)
-        self._vacancies.open(large)
-        self._evictables.open([large])
+        self._empty.open(large)
+        self._evictable.open([large])
         self.num_large += 1
         self.num_spare += self.pages_per_large
         return large
@@ -252,13 +252,13 @@ class SplitPages(SplitBooks):
         """Put a reclaimable large page to use. The caller must use a small page of it."""
         self._large_pages.reclaimable.drop(large)
         self.num_spare += self.pages_per_large
-        self._vacancies.mark_in_use(large)
-        if len(self._vacancies.empties[large]) < self.pages_per_large:
-            self._evictables.enqueue(large)
+        self._empty.mark_in_use(large)
+        if len(self._empty.pages[large]) < self.pages_per_large:
+            self._evictable.enqueue(large)
 
     def _fill(self, large: LargePageId, num_pages: int, pages: list[SmallPageId]) -> None:
         """Take up to `num_pages` empty small pages of a large page in use."""
-        num_taken = self._vacancies.take(large, num_pages, pages)
+        num_taken = self._empty.take(large, num_pages, pages)
         self._used[large] += num_taken
         if large in self._loose:
             self._recount(large)
@@ -272,15 +272,15 @@ class SplitPages(SplitBooks):
         if self.shares:
             pages = unshare(self.shares, pages)
         self.num_used -= len(pages)
-        k, vacancies = self.pages_per_large, self._vacancies
-        for large, start, end, _ in runs_of(pages, k, vacancies.ids):
-            num_empty = vacancies.put_back(large, pages[start:end])
+        k, empty = self.pages_per_large, self._empty
+        for large, start, end, _ in runs_of(pages, k, empty.ids):
+            num_empty = empty.put_back(large, pages[start:end])
             if not self._leave(large, end - start):
                 continue
             if num_empty == k:
                 self._close(large)
             else:
-                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+                self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
     def retire_page(self, page: SmallPageId, rank: int) -> None:
         """Do the work of `retire` for one page."""
@@ -291,8 +291,8 @@ class SplitPages(SplitBooks):
         self.num_evictable += 1
         large = cast("LargePageId", page // self.pages_per_large)
         num_used = self._used[large]
-        is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
-        self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
+        is_first = num_used + len(self._empty.pages[large]) == self.pages_per_large
+        self._evictable.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
         if num_used > 1:
             self._used[large] = num_used - 1
             if large in self._loose:
@@ -300,33 +300,33 @@ class SplitPages(SplitBooks):
             self.num_spare += 1
         else:
             self._leave(large, 1)
-            self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+            self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
     def rerank(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Change the ranks of evictable pages."""
         for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
             large = cast("LargePageId", page // self.pages_per_large)
             is_in_use = self._used[large] > 0
-            self._evictables.rerank(large, page, rank, goes_alone=is_in_use)
+            self._evictable.rerank(large, page, rank, goes_alone=is_in_use)
             if not is_in_use:
-                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+                self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
     def discard(self, pages: Sequence[SmallPageId]) -> None:
         """Make evictable pages empty."""
-        k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
+        k, evictable, empty = self.pages_per_large, self._evictable, self._empty
         self.num_evictable -= len(pages)
-        for large, start, end, _ in runs_of(pages, k, vacancies.ids):
+        for large, start, end, _ in runs_of(pages, k, empty.ids):
             some = pages[start:end]
-            num_left = evictables.remove(large, some)
+            num_left = evictable.remove(large, some)
             if self._used[large]:
-                vacancies.put_back(large, some)
+                empty.put_back(large, some)
                 if not num_left:
-                    evictables.dequeue(large)
-            elif vacancies.put_back_idle(large, some) == k:
+                    evictable.dequeue(large)
+            elif empty.put_back_idle(large, some) == k:
                 self._large_pages.reclaimable.drop(large)
                 self._close(large)
             else:
-                self._large_pages.reclaimable.push(large, evictables.youngest[large])
+                self._large_pages.reclaimable.push(large, evictable.youngest[large])
 
     def retire(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Remove one user from each page. Unused pages become evictable with their ranks."""
@@ -336,7 +336,7 @@ class SplitPages(SplitBooks):
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        k, evictables = self.pages_per_large, self._evictables
+        k, evictable = self.pages_per_large, self._evictable
         all_ranks = rising(ranks) if isinstance(ranks, range) else list(ranks)
         unused: list[LargePageId] = []
         # Start with the last page, which is evicted first, so that ranks rise.
@@ -347,18 +347,18 @@ class SplitPages(SplitBooks):
                 lows, highs = extremes_of_parts(
                     all_ranks[start:end], k, is_even=isinstance(ranks, range)
                 )
-                evictables.note_row(larges, lows, highs)
+                evictable.note_row(larges, lows, highs)
                 unused += cast("Sequence[LargePageId]", larges[::-1])
                 continue
             lowest, highest = extremes(ranks[start:end])
             if end - start == k:
                 # The large page has no other small pages, so only its ranks are recorded.
                 self._used[large] = 0
-                evictables.note_whole(large, lowest, highest)
+                evictable.note_whole(large, lowest, highest)
                 unused.append(large)
             elif self._retire_some(large, pages[start], end - start, lowest, highest):
                 unused.append(large)
-        youngest = evictables.youngest
+        youngest = evictable.youngest
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
     def _set_ranks(
@@ -370,7 +370,7 @@ class SplitPages(SplitBooks):
             The pages by large page, as (large page, start, end). An entry with more pages than a
             large page has stands for consecutive whole large pages.
         """
-        stamps, k, ids = self.stamps, self.pages_per_large, self._vacancies.ids
+        stamps, k, ids = self.stamps, self.pages_per_large, self._empty.ids
         runs: list[tuple[int, int, int]] = []
         for start, end, in_row in large_rows_of(pages, k, ids):
             some = pages[start:end]
@@ -398,15 +398,15 @@ class SplitPages(SplitBooks):
         Returns:
             Whether they were the last used ones.
         """
-        evictables = self._evictables
-        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
+        evictable = self._evictable
+        if self._used[large] + len(self._empty.pages[large]) == self.pages_per_large:
             # No other small page of it is evictable.
-            evictables.eldest[large] = lowest
-        evictables.note(large, page, num_left, lowest, highest)
+            evictable.eldest[large] = lowest
+        evictable.note(large, page, num_left, lowest, highest)
         if self._leave(large, num_left):
             return True
-        if evictables.in_use.stamps[large] < 0 or evictables.in_use.rank(large) > lowest:
-            evictables.enqueue(large)
+        if evictable.in_use.stamps[large] < 0 or evictable.in_use.rank(large) > lowest:
+            evictable.enqueue(large)
         return False
 
     def _leave(self, large: LargePageId, num_left: int) -> bool:
@@ -422,25 +422,25 @@ class SplitPages(SplitBooks):
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left
-        self._vacancies.mark_idle(large)
-        self._evictables.dequeue(large)
+        self._empty.mark_idle(large)
+        self._evictable.dequeue(large)
         return True
 
     def _close(self, large: LargePageId) -> None:
-        self._vacancies.close(large)
-        self._evictables.close(large)
+        self._empty.close(large)
+        self._evictable.close(large)
         self.num_large -= 1
         self._large_pages.close(large)
 
     def surrender(self, large: LargePageId) -> list[SmallPageId]:
         """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
-        self._vacancies.idle.remove(large, len(self._vacancies.empties[large]))
-        lost = self._evictables.take_all(large)
+        self._empty.idle.remove(large, len(self._empty.pages[large]))
+        lost = self._evictable.take_all(large)
         self.num_evictable -= len(lost)
         self._close(large)
         return lost
 
     def disown(self, owner: OwnerId) -> None:
         """Give up the owner's claim, if it has one."""
-        self._vacancies.disown(owner)
+        self._empty.disown(owner)

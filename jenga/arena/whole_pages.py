@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
-from jenga.arena.eviction_queue import VictimQueue
+from jenga.arena.eviction_queue import EvictionQueue
 from jenga.arena.large_pages import LargePages
 from jenga.arena.page_runs import stretches_of
 from jenga.arena.small_pages import Budget, Sharing, add_users, check_shares, unshare, unused_of
@@ -53,7 +53,7 @@ class WholePages:
         self._large_pages = large_pages
         # A small page has the id of its large page, so the ids and the queue are those of both.
         self._ids = cast("list[SmallPageId]", large_pages.ids)
-        self._queue = cast("VictimQueue[SmallPageId]", large_pages.reclaimable)
+        self._queue = cast("EvictionQueue[SmallPageId]", large_pages.reclaimable)
         self.index = index
         self.pages_per_large = 1
         self.stamps = self._queue.stamps

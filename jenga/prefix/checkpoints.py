@@ -150,7 +150,7 @@ class Checkpoints:
         request.checkpoints.last_checkpoint = node_before
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
-        if tree.has_alone:
+        if tree.has_point_pages:
             plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
         plan[end] = Kind.PROMPT_END
         if not hit_tokens or branch_tokens - hit_tokens >= self._least_gap:

@@ -152,7 +152,7 @@ class Prefetch:
                 for page, key in zip(pages, table.keys_of(pages), strict=True)
                 if key is not None and stamps[page] >= 0 and rank_of(page) >= LOADED_RANK
             ]
-            table.pages.rerank(left, table.clock.loose(len(left)))
+            table.pages.rerank(left, table.clock.loose_ranks(len(left)))
 
     def prefetch_pages(self, num_tokens: int) -> list[PageCopy]:
         """Return copies for the admission put off in this step. Their content counts as cached now.
@@ -187,7 +187,7 @@ class Prefetch:
                 for page, key in zip(pages, load.keys, strict=True):
                     table.cache.enter_page(page, key)
             pages = [page for page in pages if table.keys_of([page])[0] is not None]
-            table.pages.retire(pages, table.clock.loaded(len(pages)))
+            table.pages.retire(pages, table.clock.loaded_ranks(len(pages)))
             self._loaded.append((self._step, table, pages))
         return copies
 

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jenga.arena.allocator import Allocator
-from jenga.arena.ranks import KEPT_RANK, LOADED_RANK, RankClock
+from jenga.arena.ranks import LOADED_RANK, PINNED_RANK, RankClock
 from jenga.arena.split_pages import SplitPages
 from jenga.arena.whole_pages import WholePages
 from jenga.errors import InvariantError
@@ -29,8 +29,8 @@ class Table:
         cache: Index of the content of its small pages. None without prefix caching.
         clock: Gives ranks in the eviction queue to pages that lose their last user.
         pins: Small page -> number of checkpoints that need it.
-        owners: Small page -> the checkpoint whose segment contains it, or None. Filled only in page
-            tables that keep whole prefixes.
+        checkpoint_of: Small page -> the checkpoint whose segment contains it, or None. Filled only
+            in page tables that keep whole prefixes.
         orphans: Small pages that requests still used when their checkpoint was evicted to host
             memory. They are copied there when they are evicted themselves.
     """
@@ -43,9 +43,9 @@ class Table:
     cache: ContentIndex | None
     clock: RankClock
     pins: list[int] = field(default_factory=list[int])
-    owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
+    checkpoint_of: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
     orphans: set[SmallPageId] = field(default_factory=set[SmallPageId])
-    _slot: list[int] = field(default_factory=list[int])
+    _segment_index: list[int] = field(default_factory=list[int])
 
     def pages_for(self, slots: range) -> range:
         """Return the numbers of the pages that contain the given slots."""
@@ -88,7 +88,7 @@ class Table:
         # The same content may occur twice in a request. Its older page is replaced once.
         for old, (page, key) in others.items():
             if self.pages.stamps[old] >= 0:
-                if self.pins[old] and not self._replace_owned(old, page, number_of[page]):
+                if self.pins[old] and not self._replace_in_segment(old, page, number_of[page]):
                     continue
                 self.cache.move(key, old, page)
                 replaced.append(old)
@@ -123,17 +123,17 @@ class Table:
             self.cache.enter_page(page, key)
         return bool(missing)
 
-    def _replace_owned(self, old: SmallPageId, page: SmallPageId, number: int) -> bool:
+    def _replace_in_segment(self, old: SmallPageId, page: SmallPageId, number: int) -> bool:
         """Replace a checkpoint's page by another page of the same content.
 
         Return False if other checkpoints need the old page, or if it belongs to no segment.
         """
-        owner = self.owners[old] if self.owners else None
-        if owner is None or self.pins[old] > 1:
+        node = self.checkpoint_of[old] if self.checkpoint_of else None
+        if node is None or self.pins[old] > 1:
             return False
-        slot = self._slot[0]
-        owner.segment[slot][number - owner.first_pages[slot]] = page
-        self.owners[old], self.owners[page] = None, owner
+        index = self._segment_index[0]
+        node.segment[index][number - node.first_pages[index]] = page
+        self.checkpoint_of[old], self.checkpoint_of[page] = None, node
         self.pins[old], self.pins[page] = 0, 1
         return True
 
@@ -197,7 +197,7 @@ class Table:
             if keys[page] is None:
                 self.pages.release(pages)
             else:
-                rank = (self.clock.kept(1) if pins[page] else self.clock.loose(1))[0]
+                rank = (self.clock.pinned_ranks(1) if pins[page] else self.clock.loose_ranks(1))[0]
                 self.pages.retire_page(page, rank)
             return
         uncached = [page for page in pages[num_cached:] if keys[page] is None]
@@ -206,34 +206,34 @@ class Table:
             pages = [page for page in pages if keys[page] is not None]
         loose = [page for page in pages if not pins[page]]
         if loose:
-            self.pages.retire(loose, self.clock.loose(len(loose)))
+            self.pages.retire(loose, self.clock.loose_ranks(len(loose)))
             if len(loose) == len(pages):
                 return
             pages = [page for page in pages if pins[page]]
         if pages:
-            self.pages.retire(pages, self.clock.kept(len(pages)))
+            self.pages.retire(pages, self.clock.pinned_ranks(len(pages)))
 
     # Checkpoints
 
-    def begin_segments(self, slot: int) -> None:
-        """Let checkpoints have segments of this page table, at index `slot` of their lists."""
-        self._slot.append(slot)
-        self.owners.extend([None] * len(self.pins))
+    def begin_segments(self, index: int) -> None:
+        """Let checkpoints have segments of this page table, at an index of their lists."""
+        self._segment_index.append(index)
+        self.checkpoint_of.extend([None] * len(self.pins))
 
-    def own(
-        self, pages: Sequence[SmallPageId], before: Checkpoint | None, owner: Checkpoint | None
+    def assign_segment(
+        self, pages: Sequence[SmallPageId], before: Checkpoint | None, after: Checkpoint | None
     ) -> None:
         """Change the checkpoint whose segment contains pages, for pages that belong to `before`.
 
         Args:
             pages: The pages.
             before: The checkpoint that they belong to so far. None for pages of no segment.
-            owner: The checkpoint that they belong to from now on, or None.
+            after: The checkpoint that they belong to from now on, or None.
         """
-        owners = self.owners
+        checkpoint_of = self.checkpoint_of
         for page in pages:
-            if owners[page] is before:
-                owners[page] = owner
+            if checkpoint_of[page] is before:
+                checkpoint_of[page] = after
 
     def pin(self, pages: Sequence[SmallPageId]) -> int:
         """Record that a checkpoint needs pages. Return how many no other checkpoint needs."""
@@ -245,7 +245,7 @@ class Table:
             pins[page] += 1
         unused = [page for page in new if stamps[page] >= 0]
         if unused:
-            self.pages.rerank(unused, self.clock.kept(len(unused)))
+            self.pages.rerank(unused, self.clock.pinned_ranks(len(unused)))
         return len(new)
 
     def unpin(self, pages: Sequence[SmallPageId]) -> list[SmallPageId]:
@@ -265,7 +265,7 @@ class Table:
     def unpin_all(self) -> None:
         """Forget which checkpoints need pages. Ranks in the eviction queue stay as they are."""
         self.pins[:] = [0] * len(self.pins)
-        self.owners[:] = [None] * len(self.owners)
+        self.checkpoint_of[:] = [None] * len(self.checkpoint_of)
         self.orphans.clear()
 
     def check_pins(self, expected: Mapping[SmallPageId, int]) -> None:
@@ -286,7 +286,7 @@ class Table:
             if key is None or stamps[page] < 0:
                 continue
             rank = self.pages.rank(page)
-            if (page in pinned) != (KEPT_RANK <= rank < LOADED_RANK) and rank < LOADED_RANK:
+            if (page in pinned) != (PINNED_RANK <= rank < LOADED_RANK) and rank < LOADED_RANK:
                 msg = f"{self.spec.name!r}: page {page} has rank {rank}, pins {self.pins[page]}"
                 raise InvariantError(msg)
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jenga.arena.allocator import Allocator
-from jenga.arena.ranks import KEPT_RANK, LOADED_RANK
+from jenga.arena.ranks import LOADED_RANK, PINNED_RANK
 
 
 def taken(allocator, table, num_pages, *, expected=None, owner=1):
@@ -137,7 +137,7 @@ def test_eviction_takes_an_older_small_page_before_a_younger_large_page():
 def test_pages_that_no_checkpoint_needs_go_before_an_older_one_that_one_needs():
     allocator = Allocator([2, 2], 4)
     pages = [taken(allocator, 0, 2) for _ in range(3)]
-    retire(allocator, 0, pages[0], KEPT_RANK + 1)
+    retire(allocator, 0, pages[0], PINNED_RANK + 1)
     retire(allocator, 0, pages[1], 2)
     retire(allocator, 0, pages[2], 3)
 
@@ -153,7 +153,7 @@ def test_where_only_kept_pages_are_left_checkpoints_are_evicted_until_there_is_r
     table = allocator.tables[0]
     pages = [taken(allocator, 0, ks[0]) for _ in range(3)]
     for number, some in enumerate(pages):
-        retire(allocator, 0, some, KEPT_RANK + number)
+        retire(allocator, 0, some, PINNED_RANK + number)
     checkpoints = pages[::-1]
 
     def evict_one():
@@ -189,8 +189,8 @@ def test_a_small_page_of_a_checkpoint_in_a_large_page_in_use_waits_for_its_check
     allocator = Allocator([4], 2)
     table = allocator.tables[0]
     pages = taken(allocator, 0, 4)
-    retire(allocator, 0, pages[:1], KEPT_RANK + 5)
-    retire(allocator, 0, pages[1:2], KEPT_RANK + 6)
+    retire(allocator, 0, pages[:1], PINNED_RANK + 5)
+    retire(allocator, 0, pages[1:2], PINNED_RANK + 6)
 
     def evict_one():
         table.discard(pages[1:2])

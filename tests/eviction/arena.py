@@ -127,7 +127,7 @@ class Arena:
         for table in self.of_text:
             keys, grain = self.keys(table, text), table.grain
             needed = range(len(text) // grain.page_slots)
-            if table not in self.tree._lasting:
+            if table not in self.tree._prefix_tables:
                 needed = table.policy.reused_pages(FACTS, (), grain, num_tokens)
             for number in needed:
                 page = table.page_of(keys[number])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jenga.arena.eviction_queue import NOT_QUEUED
-from jenga.arena.ranks import KEPT_RANK
+from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
@@ -67,7 +67,7 @@ def test_what_a_checkpoint_needs_stays_when_all_else_goes(cut):
     # All that is loose goes, but not one page more.
     large_pages = arena.allocator.large_pages
     arena.allocator.large_pages.evictor = None
-    while 0 <= large_pages.reclaimable.peek_rank() < KEPT_RANK:
+    while 0 <= large_pages.reclaimable.peek_rank() < PINNED_RANK:
         large_pages.make_empty(large_pages.num_empty + 1, 0)
         arena.eviction_notices.deliver()
         arena.check()
@@ -122,7 +122,7 @@ def test_an_evicted_checkpoint_leaves_nothing_that_no_other_one_needs(cut):
     arena.check()
     assert not arena.is_kept(TEXT, 32)
     for table, num_before in zip(arena.tables, others, strict=True):
-        if table in arena.tree._lasting or table.policy.is_overwritten:
+        if table in arena.tree._prefix_tables or table.policy.is_overwritten:
             assert all(key is None for key in table.cache.keys)
         elif table in arena.of_text:
             # What the window had passed is loose as before.
@@ -159,7 +159,7 @@ def test_texts_that_part_share_what_they_have_in_common(cut):
     other_text = TEXT[:16] + "x" * 16
     second = arena.written(other_text, 32)
 
-    lasting = arena.tree._lasting
+    lasting = arena.tree._prefix_tables
     for table in lasting:
         num_new = 16 // table.grain.page_slots
         assert num_cached(arena)[table.index] == before[table.index] + num_new
@@ -184,7 +184,7 @@ def test_a_point_before_one_that_is_kept_is_kept_beside_it(cut):
 
     assert earlier.is_kept
     assert later.is_kept
-    assert later.kept_before is (earlier if arena.tree._lasting else None)
+    assert later.kept_before is (earlier if arena.tree._prefix_tables else None)
     arena.tree.evict(later)
     arena.check()
     assert arena.is_kept(TEXT, 16)
@@ -645,7 +645,7 @@ def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypat
     for table in arena.of_text:
         pages = [table.page_of(key) for key in arena.keys(table, TEXT[:48])]
         assert all(table.pins[page] == 1 for page in pages)
-        assert all(table.owners[page] in (None, longer) for page in pages)
+        assert all(table.checkpoint_of[page] in (None, longer) for page in pages)
     assert arena.is_kept(TEXT, 48)
     assert not arena.is_kept(TEXT, 32)
 
