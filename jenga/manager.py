@@ -589,7 +589,7 @@ class Manager:
         for table in self._tables:
             table.release_request(request)
         self._allocation.forget_promise(request_id)
-        self._allocator.disown(request.owner)
+        self._allocator.release_claim(request.owner)
         del self._requests[request_id]
         self._wait_queue.drop_request(request_id)
 
@@ -690,13 +690,14 @@ class Manager:
         """Return copies to make before any kernel of the next step runs, in this order."""
         return self.prefix_cache.copies.take_copies()
 
-    def load_ahead(self, num_tokens: int) -> list[PageCopy]:
+    def prefetch_pages(self, num_tokens: int) -> list[PageCopy]:
         """Return copies from host memory that may run during the kernels of the step about to run.
 
         They bring pages for an admission that was put off (`NotLoadedError`), as many as can
         probably be copied while so many tokens are computed. Call this at most once per step, when
         the whole step is known. Call it before `take_copies`, which returns the copies that make
-        room for these. Make these copies in the same way as those of `save_ahead`, and before them.
+        room for these. Make these copies in the same way as those of `write_back_pages`, and before
+        those.
 
         Args:
             num_tokens: Number of tokens that the step computes.
@@ -708,7 +709,7 @@ class Manager:
         prefetch = self.prefix_cache.prefetch
         return prefetch.prefetch_pages(num_tokens) if prefetch is not None else []
 
-    def save_ahead(self) -> list[PageCopy]:
+    def write_back_pages(self) -> list[PageCopy]:
         """Return copies to host memory that may run during the kernels of the step about to run.
 
         They copy content that the step after it will probably evict. Call this at most once per

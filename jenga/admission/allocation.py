@@ -126,8 +126,12 @@ class PageAllocation:
                 self._host.pin_hit(start.hit)
         taken: Sequence[list[SmallPageId]] | None = self.no_pages
         if any(needs):
-            apart = needs if request.is_packed else growth.apart(request, needs, expected)
-            taken = self._take_new(request_id, request, needs, apart, reserve_large_pages)
+            expected = (
+                needs
+                if request.is_packed
+                else growth.expect_own_large_pages(request, needs, expected)
+            )
+            taken = self._take_new(request_id, request, needs, expected, reserve_large_pages)
             growth.append(request, taken)
         if start is not None:
             # This comes first, because a loaded page may overwrite a state that was kept.
@@ -162,7 +166,7 @@ class PageAllocation:
         request_id: str,
         request: Request,
         needs: list[int],
-        apart: Sequence[int],
+        expected: Sequence[int],
         reserve_large_pages: int,
     ) -> list[list[SmallPageId]]:
         """Take new pages, with large pages that can be borrowed at once.
@@ -176,7 +180,7 @@ class PageAllocation:
                 log.for_request = request.name
             taken = self._allocator.take(
                 needs,
-                apart,
+                expected,
                 owner=request.owner,
                 reserve_large_pages=reserve_large_pages,
                 held=request.pages.small_pages,
@@ -296,7 +300,7 @@ class PageAllocation:
         room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
         if not room.suffices and self.borrowed is not None:
             missing = room.needed_large_pages - room.available_large_pages
-            if self.borrowed.lack(missing):
+            if self.borrowed.borrow_missing(missing):
                 room = self._allocator.room(
                     needs, hits=found, reserve_large_pages=reserve_large_pages
                 )

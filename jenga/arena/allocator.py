@@ -180,10 +180,10 @@ class Allocator:
                 taken.append([])
         return taken
 
-    def disown(self, owner: OwnerId) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Release the large pages that an owner has claimed, so that others may take from them."""
         for table in self.tables:
-            table.disown(owner)
+            table.release_claim(owner)
 
     def check(self) -> None:
         """Raise `InvariantError` unless the records of both levels agree."""

@@ -252,7 +252,7 @@ class BorrowedPages:
             self._is_waiting = False
             self._num_needed = 0
 
-    def lack(self, num_pages: int) -> bool:
+    def borrow_missing(self, num_pages: int) -> bool:
         """Record that large pages are missing for a request. Return whether some came at once.
 
         Otherwise they are asked for. Others may evict checkpoints for them that were used before

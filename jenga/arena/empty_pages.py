@@ -124,7 +124,7 @@ class EmptyPages:
             self.claims[owner] = large
             self.owners[large] = owner
 
-    def disown(self, owner: OwnerId) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Give up an owner's claim, if it has one."""
         large = self.claims.pop(owner, NULL_LARGE_PAGE)
         if large != NULL_LARGE_PAGE:

@@ -25,7 +25,7 @@ class Holder(Protocol):
     num_evicted_own: int
     num_evicted_foreign: int
 
-    def surrender(self, large: LargePageId) -> list[SmallPageId]:
+    def evict_large(self, large: LargePageId) -> list[SmallPageId]:
         """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         ...
 
@@ -187,7 +187,7 @@ class LargePages:
             raise InvariantError(msg)
         holder = self.holders[large]
         table = self.tables[holder]
-        pages = table.surrender(large)
+        pages = table.evict_large(large)
         table.evicted += pages
         self.num_evicted += len(pages)
         self.num_emptied += 1
@@ -222,7 +222,7 @@ class LargePages:
         self.num_owned -= num_pages
         return larges
 
-    def surrender_all(self) -> None:
+    def close_reclaimable(self) -> None:
         """Close all reclaimable large pages.
 
         Nothing records their pages as evicted. The caller must know that all cached content is
@@ -230,7 +230,7 @@ class LargePages:
         """
         while self.reclaimable.num_queued:
             large = self.reclaimable.peek()
-            self.tables[self.holders[large]].surrender(large)
+            self.tables[self.holders[large]].evict_large(large)
 
     def check(self) -> None:
         """Raise `InvariantError` unless every large page is either empty or held, once."""

@@ -91,32 +91,34 @@ def set_stamps(stamps: list[int], pages: Sequence[SmallPageId], stamp: int) -> N
 
 
 def add_users(
-    shares: dict[SmallPageId, int], pages: Sequence[SmallPageId], stamps: Sequence[int]
+    extra_users: dict[SmallPageId, int], pages: Sequence[SmallPageId], stamps: Sequence[int]
 ) -> None:
     """Add a user to those of the pages that are used."""
     for page in pages:
         if stamps[page] < 0:
-            shares[page] = shares.get(page, 0) + 1
+            extra_users[page] = extra_users.get(page, 0) + 1
 
 
-def unshare(shares: dict[SmallPageId, int], pages: Sequence[SmallPageId]) -> list[SmallPageId]:
+def remove_users(
+    extra_users: dict[SmallPageId, int], pages: Sequence[SmallPageId]
+) -> list[SmallPageId]:
     """Remove one user from each page. Return the pages that have none left, in order."""
     unused: list[SmallPageId] = []
     for page in pages:
-        others = shares.get(page, 0)
+        others = extra_users.get(page, 0)
         if others > 1:
-            shares[page] = others - 1
+            extra_users[page] = others - 1
         elif others:
-            del shares[page]
+            del extra_users[page]
         else:
             unused.append(page)
     return unused
 
 
-def check_shares(shares: dict[SmallPageId, int], used: set[SmallPageId]) -> None:
+def check_extra_users(extra_users: dict[SmallPageId, int], used: set[SmallPageId]) -> None:
     """Raise `InvariantError` unless only used pages have more than one user."""
-    if not used.issuperset(shares) or any(count < 1 for count in shares.values()):
-        msg = f"shares {shares} are not of the used pages {sorted(used)}"
+    if not used.issuperset(extra_users) or any(count < 1 for count in extra_users.values()):
+        msg = f"extra users {extra_users} are not of the used pages {sorted(used)}"
         raise InvariantError(msg)
 
 

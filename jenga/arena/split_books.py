@@ -9,7 +9,7 @@ from jenga.arena.empty_pages import EmptyPages
 from jenga.arena.evictable_pages import EvictablePages
 from jenga.arena.large_pages import LargePages
 from jenga.arena.page_runs import large_rows_of
-from jenga.arena.small_pages import Sharing, check_shares
+from jenga.arena.small_pages import Sharing, check_extra_users
 from jenga.errors import InvariantError
 from jenga.page_ids import LargePageId, SmallPageId
 
@@ -21,7 +21,7 @@ class SplitBooks:
         index: Index of the page table.
         pages_per_large: Number of small pages per large page.
         stamps: Small page -> its rank in the eviction queue if it is evictable, else `NOT_QUEUED`.
-        shares: Used small page -> number of its users beyond the first.
+        extra_users: Used small page -> number of its users beyond the first.
         evicted: Evicted small pages, until the caller handles them and clears the list.
         num_used: Number of used small pages.
         num_evictable: Number of evictable small pages.
@@ -41,6 +41,7 @@ class SplitBooks:
         "_loose",
         "_used",
         "evicted",
+        "extra_users",
         "index",
         "num_evictable",
         "num_evicted_alone",
@@ -51,7 +52,6 @@ class SplitBooks:
         "num_spare",
         "num_used",
         "pages_per_large",
-        "shares",
         "stamps",
     )
 
@@ -65,7 +65,7 @@ class SplitBooks:
         self._used = [0] * num_larges  # large page -> number of used small pages
         self.stamps = self._evictable.stamps
         self._loose = self._evictable.loose
-        self.shares: dict[SmallPageId, int] = {}
+        self.extra_users: dict[SmallPageId, int] = {}
         self.evicted: list[SmallPageId] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
@@ -90,7 +90,7 @@ class SplitBooks:
         pages = list(chain.from_iterable(self._empty.ids[first : (end - 1) // k + 1]))
         return pages[start - first * k : end - first * k]
 
-    def sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
+    def prepare_sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
         """Prepare the sharing of pages. Nothing may change before they are shared."""
         used, stamps, k = self._used, self.stamps, self.pages_per_large
         revived: list[Sequence[int]] = []
@@ -156,7 +156,7 @@ class SplitBooks:
                 num_spare += k - len(used)
         self._empty.check({large: self._used[large] > 0 for large in held})
         self._evictable.check_queues(self._used)
-        check_shares(self.shares, users)
+        check_extra_users(self.extra_users, users)
         counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
         if counted != (len(held), len(users), num_evictable, num_spare):
             msg = (

@@ -14,9 +14,9 @@ from jenga.arena.small_pages import (
     add_users,
     extremes,
     extremes_of_parts,
+    remove_users,
     rising,
     set_stamps,
-    unshare,
 )
 from jenga.arena.split_books import SplitBooks
 from jenga.errors import InvariantError
@@ -35,15 +35,15 @@ class SplitPages(SplitBooks):
 
     # Sharing
 
-    def share(self, pages: Sequence[SmallPageId]) -> None:
+    def share_pages(self, pages: Sequence[SmallPageId]) -> None:
         """Add a user to each page, which is used or evictable."""
-        self.use(self.sharing(pages))
+        self.share_prepared(self.prepare_sharing(pages))
 
-    def use(self, sharing: Sharing) -> None:
-        """Add a user to pages, as prepared by `sharing`."""
+    def share_prepared(self, sharing: Sharing) -> None:
+        """Add a user to pages, as prepared by `prepare_sharing`."""
         stamps, num_revived = self.stamps, sharing.num_revived
         if num_revived < len(sharing.pages):
-            add_users(self.shares, sharing.pages, stamps)
+            add_users(self.extra_users, sharing.pages, stamps)
         for pages in sharing.revived:
             set_stamps(stamps, pages, NOT_QUEUED)
         used, k = self._used, self.pages_per_large
@@ -269,8 +269,8 @@ class SplitPages(SplitBooks):
 
     def release(self, pages: Sequence[SmallPageId]) -> None:
         """Remove one user from each page. Pages without a user become empty."""
-        if self.shares:
-            pages = unshare(self.shares, pages)
+        if self.extra_users:
+            pages = remove_users(self.extra_users, pages)
         self.num_used -= len(pages)
         k, empty = self.pages_per_large, self._empty
         for large, start, end, _ in runs_of(pages, k, empty.ids):
@@ -282,10 +282,10 @@ class SplitPages(SplitBooks):
             else:
                 self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
-    def retire_page(self, page: SmallPageId, rank: int) -> None:
-        """Do the work of `retire` for one page."""
-        if page in self.shares:
-            unshare(self.shares, [page])
+    def release_cached_page(self, page: SmallPageId, rank: int) -> None:
+        """Do the work of `release_cached` for one page."""
+        if page in self.extra_users:
+            remove_users(self.extra_users, [page])
             return
         self.num_used -= 1
         self.num_evictable += 1
@@ -328,11 +328,11 @@ class SplitPages(SplitBooks):
             else:
                 self._large_pages.reclaimable.push(large, evictable.youngest[large])
 
-    def retire(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
+    def release_cached(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Remove one user from each page. Unused pages become evictable with their ranks."""
-        if self.shares and not self.shares.keys().isdisjoint(pages):
+        if self.extra_users and not self.extra_users.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
-            pages = unshare(self.shares, pages)
+            pages = remove_users(self.extra_users, pages)
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
@@ -356,7 +356,7 @@ class SplitPages(SplitBooks):
                 self._used[large] = 0
                 evictable.note_whole(large, lowest, highest)
                 unused.append(large)
-            elif self._retire_some(large, pages[start], end - start, lowest, highest):
+            elif self._release_some(large, pages[start], end - start, lowest, highest):
                 unused.append(large)
         youngest = evictable.youngest
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
@@ -383,7 +383,7 @@ class SplitPages(SplitBooks):
                 runs += [(large, start + i, start + j) for large, i, j, _ in runs_of(some, k, ids)]
         return cast("list[tuple[LargePageId, int, int]]", runs)
 
-    def _retire_some(
+    def _release_some(
         self, large: LargePageId, page: SmallPageId, num_left: int, lowest: int, highest: int
     ) -> bool:
         """Update the records of a large page when some of its small pages became evictable.
@@ -432,7 +432,7 @@ class SplitPages(SplitBooks):
         self.num_large -= 1
         self._large_pages.close(large)
 
-    def surrender(self, large: LargePageId) -> list[SmallPageId]:
+    def evict_large(self, large: LargePageId) -> list[SmallPageId]:
         """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
         self._empty.idle.remove(large, len(self._empty.pages[large]))
@@ -441,6 +441,6 @@ class SplitPages(SplitBooks):
         self._close(large)
         return lost
 
-    def disown(self, owner: OwnerId) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Give up the owner's claim, if it has one."""
-        self._empty.disown(owner)
+        self._empty.release_claim(owner)

@@ -6,7 +6,14 @@ from typing import cast
 from jenga.arena.eviction_queue import EvictionQueue
 from jenga.arena.large_pages import LargePages
 from jenga.arena.page_runs import stretches_of
-from jenga.arena.small_pages import Budget, Sharing, add_users, check_shares, unshare, unused_of
+from jenga.arena.small_pages import (
+    Budget,
+    Sharing,
+    add_users,
+    check_extra_users,
+    remove_users,
+    unused_of,
+)
 from jenga.errors import InvariantError
 from jenga.page_ids import LargePageId, OwnerId, SmallPageId
 
@@ -18,7 +25,7 @@ class WholePages:
         index: Index of the page table.
         pages_per_large: Always 1.
         stamps: Small page -> its entry in the eviction queue if it is evictable, else `NOT_QUEUED`.
-        shares: Used small page -> number of its users beyond the first.
+        extra_users: Used small page -> number of its users beyond the first.
         evicted: Evicted small pages, until the caller handles them and clears the list.
         num_used: Number of used small pages.
         num_evictable: Number of evictable small pages.
@@ -36,6 +43,7 @@ class WholePages:
         "_large_pages",
         "_queue",
         "evicted",
+        "extra_users",
         "index",
         "num_evictable",
         "num_evicted_alone",
@@ -45,7 +53,6 @@ class WholePages:
         "num_spare",
         "num_used",
         "pages_per_large",
-        "shares",
         "stamps",
     )
 
@@ -57,7 +64,7 @@ class WholePages:
         self.index = index
         self.pages_per_large = 1
         self.stamps = self._queue.stamps
-        self.shares: dict[SmallPageId, int] = {}
+        self.extra_users: dict[SmallPageId, int] = {}
         self.evicted: list[SmallPageId] = []
         self.num_used = self.num_evictable = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
@@ -76,7 +83,7 @@ class WholePages:
         """Return the ids of consecutive pages, as the same objects as handed out."""
         return self._ids[start:end]
 
-    def sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
+    def prepare_sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
         """Prepare the sharing of pages. Nothing may change before they are shared."""
         revived = [
             unused_of(pages[start:end], self.stamps, in_row=in_row)
@@ -91,15 +98,15 @@ class WholePages:
             added_spare=0,
         )
 
-    def share(self, pages: Sequence[SmallPageId]) -> None:
+    def share_pages(self, pages: Sequence[SmallPageId]) -> None:
         """Add a user to each page, which is used or evictable."""
-        self.use(self.sharing(pages))
+        self.share_prepared(self.prepare_sharing(pages))
 
-    def use(self, sharing: Sharing) -> None:
-        """Add a user to pages, as prepared by `sharing`."""
+    def share_prepared(self, sharing: Sharing) -> None:
+        """Add a user to pages, as prepared by `prepare_sharing`."""
         num_revived = sharing.num_revived_large
         if num_revived < len(sharing.pages):
-            add_users(self.shares, sharing.pages, self.stamps)
+            add_users(self.extra_users, sharing.pages, self.stamps)
         for pages in sharing.revived:
             self._queue.drop_many(pages)
         self.num_used += num_revived
@@ -124,14 +131,14 @@ class WholePages:
 
     def release(self, pages: Sequence[SmallPageId]) -> None:
         """Remove one user from each page. Pages without a user become empty."""
-        unused = unshare(self.shares, pages) if self.shares else list(pages)
+        unused = remove_users(self.extra_users, pages) if self.extra_users else list(pages)
         self.num_used -= len(unused)
         self._large_pages.close_many(cast("list[LargePageId]", unused))
 
-    def retire_page(self, page: SmallPageId, rank: int) -> None:
-        """Do the work of `retire` for one page."""
-        if page in self.shares:
-            unshare(self.shares, [page])
+    def release_cached_page(self, page: SmallPageId, rank: int) -> None:
+        """Do the work of `release_cached` for one page."""
+        if page in self.extra_users:
+            remove_users(self.extra_users, [page])
             return
         self.num_used -= 1
         self.num_evictable += 1
@@ -148,11 +155,11 @@ class WholePages:
         self._large_pages.close_many(cast("list[LargePageId]", list(pages)))
         self.num_evictable -= len(pages)
 
-    def retire(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
+    def release_cached(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Remove one user from each page. Unused pages become evictable with their ranks."""
-        if self.shares and not self.shares.keys().isdisjoint(pages):
+        if self.extra_users and not self.extra_users.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
-            pages = unshare(self.shares, pages)
+            pages = remove_users(self.extra_users, pages)
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
@@ -165,7 +172,7 @@ class WholePages:
             )
             self._queue.extend(some, ranks[start:end])
 
-    def surrender(self, large: LargePageId) -> list[SmallPageId]:
+    def evict_large(self, large: LargePageId) -> list[SmallPageId]:
         """Close an evictable page, and return it."""
         self._large_pages.reclaimable.drop(large)
         self.num_evictable -= 1
@@ -180,7 +187,7 @@ class WholePages:
         """Return nothing. These pages are evicted as large pages."""
         return []
 
-    def disown(self, owner: OwnerId) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Do nothing. An owner never has a claim."""
 
     def check(self) -> None:
@@ -194,4 +201,4 @@ class WholePages:
                 f"{self.num_used} used and {self.num_evictable} evictable counted"
             )
             raise InvariantError(msg)
-        check_shares(self.shares, set(held) - set(evictable))
+        check_extra_users(self.extra_users, set(held) - set(evictable))

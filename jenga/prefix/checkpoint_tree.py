@@ -222,7 +222,7 @@ class CheckpointTree:
         state_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
         return token_bytes, point_bytes + state_bytes
 
-    def at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
+    def node_at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
         """Return the node at a point of a text, if there is one."""
         last = (num_tokens + self.ahead_tokens) // self._hash_tokens - 1
         return self._by_key.get(prefix_hashes[last]) if last < len(prefix_hashes) else None
@@ -251,7 +251,7 @@ class CheckpointTree:
             facts: Facts of the request.
             num_tokens: Largest number of tokens of the node.
         """
-        here = self.at(prefix_hashes, num_tokens) if num_tokens else None
+        here = self.node_at(prefix_hashes, num_tokens) if num_tokens else None
         if here is not None:
             return here
         node, shared_tokens = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
@@ -330,7 +330,7 @@ class CheckpointTree:
         if num_tokens + self.ahead_tokens > len(prefix_hashes) * self._hash_tokens:
             return None
         point_key = prefix_hashes[num_tokens // self._hash_tokens - 1]
-        node = self.at(prefix_hashes, num_tokens)
+        node = self.node_at(prefix_hashes, num_tokens)
         if node is not None and node.is_kept:
             self._release(state_pages)
         else:
@@ -348,7 +348,7 @@ class CheckpointTree:
             node.is_kept = True
             node.heir_of = None
             self._enter_pool(node)
-        node.point = self.history.leave(point_key, num_tokens, kind, past)
+        node.point = self.history.record_point(point_key, num_tokens, kind, past)
         if kind == Kind.BRANCH:
             self._drop_guess(node)
         return node
@@ -385,7 +385,7 @@ class CheckpointTree:
             or not self._policy.weighs_guesses
         ):
             return False
-        node = self.at(prefix_hashes, num_tokens)
+        node = self.node_at(prefix_hashes, num_tokens)
         if node is not None and node.is_kept:
             return False
         node_before = node_before.still_there
@@ -399,7 +399,7 @@ class CheckpointTree:
         guess.own_bytes = point_bytes + int(token_bytes * new_tokens)
         if self._policy.worth(guess, time) >= self._price:
             return False
-        self.history.leave(key, num_tokens, kind, past)
+        self.history.record_point(key, num_tokens, kind, past)
         return True
 
     def _drop_guess(self, node: Checkpoint) -> None:
@@ -444,7 +444,7 @@ class CheckpointTree:
         self._pin(node, table, pages)
         node.is_kept = True
         self._enter_pool(node)
-        node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
+        node.point = self.history.record_point(key, num_tokens, Kind.IMAGE, past)
 
     def read_images(self, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Record that a request reads images, of which it found the given pages.
@@ -458,7 +458,7 @@ class CheckpointTree:
                 continue
             point = self.history.get(key)
             if point is not None:
-                self.history.read(point)
+                self.history.record_read(point)
             # An image that is shown twice is found twice. Only the end of an image is found if the
             # hit ends within it.
             numbers = {
@@ -509,12 +509,12 @@ class CheckpointTree:
             and (node is None or deepest is not node.point)
         ):
             # The request asked for an evicted point. A checkpoint before it only stood in for it.
-            history.read(deepest)
+            history.record_read(deepest)
             if node is not None:
-                self._spare(node)
+                self._cancel_eviction(node)
         elif node is not None:
             self._read(node)
-        history.admit(computed_bytes)
+        history.record_admission(computed_bytes)
         branches = [
             point.num_tokens
             for point in path
@@ -523,11 +523,11 @@ class CheckpointTree:
         return Admitted(past=past, branches=branches)
 
     def _read(self, node: Checkpoint) -> None:
-        self.history.read(node.point)
-        self.history.renew(node.point)
-        self._spare(node)
+        self.history.record_read(node.point)
+        self.history.reset_age(node.point)
+        self._cancel_eviction(node)
 
-    def _spare(self, node: Checkpoint) -> None:
+    def _cancel_eviction(self, node: Checkpoint) -> None:
         """Rank a checkpoint anew, now that its reader has come."""
         node.heir_of = None
         if node in self._upcoming:
@@ -539,7 +539,7 @@ class CheckpointTree:
         """Return the checkpoint that a hit reads, if it reads one."""
         if not hit_tokens:
             return None
-        node = self.at(prefix_hashes, hit_tokens)
+        node = self.node_at(prefix_hashes, hit_tokens)
         if (node is None or not node.is_kept) and not self.has_point_pages:
             # Without windows and states, any node that covers the hit serves as its checkpoint.
             node, _ = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
@@ -765,9 +765,9 @@ class CheckpointTree:
             page = table.page_of(point_key)
             if page is None:
                 page = page_of.pop(table.index)
-                table.enter_state(page, point_key)
+                table.commit_state(page, point_key)
                 self._pin(node, table, [page])
-                table.leave_pages([page])
+                table.release_pages([page])
             else:
                 self._pin(node, table, [page])
         self._release(list(map(StatePage._make, page_of.items())))
@@ -801,7 +801,7 @@ class CheckpointTree:
                 return []
         for index, page in states:
             table = self._tables[index]
-            table.pages.share([page])
+            table.pages.share_pages([page])
             table.forget(page)
         point, lost_bytes = node.point, self.num_lost_bytes
         self.history.forget(point)

@@ -189,7 +189,7 @@ class Checkpoints:
 
     # Making checkpoints
 
-    def enter_images(self, request: Request, table: Table, start: int) -> None:
+    def keep_images(self, request: Request, table: Table, start: int) -> None:
         """Keep images whose pages, from the request's page `start` on, can be found now."""
         end = request.pages.num_committed[table.index]
         if start < end:
@@ -312,7 +312,7 @@ class Checkpoints:
         ):
             return
         node = self._keep(request, num_tokens, kind, pages)
-        if node is None and self._enter_missing(request, num_tokens):
+        if node is None and self._commit_missing(request, num_tokens):
             node = self._keep(request, num_tokens, kind, pages)
         if node is None:
             for index, page in pages:
@@ -360,18 +360,18 @@ class Checkpoints:
             node.left_by = request.name
         return node
 
-    def _enter_missing(self, request: Request, num_tokens: int) -> bool:
+    def _commit_missing(self, request: Request, num_tokens: int) -> bool:
         """Enter pages of a request whose content was in another page that has been evicted since.
 
         Returns:
             Whether there were any.
         """
-        has_entered = False
+        has_committed = False
         for table in self._tables:
             if not table.policy.is_overwritten and not table.policy.names_images:
                 end = (num_tokens + self._ahead_tokens) // table.grain.page_slots
-                has_entered |= table.enter_missing(request, end)
-        return has_entered
+                has_committed |= table.commit_missing(request, end)
+        return has_committed
 
     def end_request(self, request: Request, branches: Collection[int]) -> None:
         """Leave the last checkpoints of a request that ends. The request still has its pages.
@@ -405,7 +405,7 @@ class Checkpoints:
         """Make the checkpoint of a hit the last to be evicted, until its states are copied."""
         node = None
         if hit.num_tokens and self.states:
-            node = self._tree.at(hit.prefix_hashes, hit.num_tokens)
+            node = self._tree.node_at(hit.prefix_hashes, hit.num_tokens)
         self._tree.protect(node)
 
     def copy_states(self, request: Request, hit: PrefixHit) -> None:

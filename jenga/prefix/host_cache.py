@@ -8,8 +8,8 @@ for.
 
 Copies are orders. The engine makes them before the kernels of a step run, one after the other.
 Content may therefore be copied out of a page that is given away in the same step. Copies of content
-that will probably be evicted in the next step are separate (`store_ahead`). They run concurrently
-with the kernels.
+that will probably be evicted in the next step are separate (`write_back_pages`). They run
+concurrently with the kernels.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -221,7 +221,7 @@ class HostCache:
         self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
         self._copies.order_copies(self._bring(table, new))
 
-    def store_ahead(self, table: Table, pages: Sequence[SmallPageId]) -> list[PageCopy]:
+    def write_back_pages(self, table: Table, pages: Sequence[SmallPageId]) -> list[PageCopy]:
         """Return copies of pages that will soon leave the arena. The pages stay there until then.
 
         When they leave, their content is here already, and only becomes the last to be lost.
@@ -269,9 +269,9 @@ class HostCache:
         # Consecutive pages of the arena become consecutive pages here, so that they are one copy.
         page_of = dict(zip(sorted(leaving), taken[index], strict=True))
         pages = [page_of[page] for page in leaving]
-        cache.enter(pages, [table.cache.keys[page] for page in leaving])
+        cache.insert(pages, [table.cache.keys[page] for page in leaving])
         first = self._time << _PLACE_BITS
-        own.retire(pages, [first + place for place in range(len(pages))])
+        own.release_cached(pages, [first + place for place in range(len(pages))])
         self._stored_bytes += len(pages) * table.spec.small_page_bytes
         return [
             PageCopy(
@@ -314,9 +314,9 @@ class HostCache:
 
     def pin_pages(self, table: Table, pages: Sequence[HostPageId]) -> None:
         """Keep pages until they are loaded, even if others are stored before."""
-        self._allocator.tables[table.index].share(cast("Sequence[SmallPageId]", pages))
+        self._allocator.tables[table.index].share_pages(cast("Sequence[SmallPageId]", pages))
 
-    def load_ahead(
+    def prefetch_pages(
         self, table: Table, sources: Sequence[HostPageId], targets: Sequence[SmallPageId]
     ) -> list[PageCopy]:
         """Return copies of held pages to arena pages that a later step will read.
@@ -340,7 +340,7 @@ class HostCache:
         """Release held pages and make them the last to be evicted, the first page last of all."""
         first = self._time << _PLACE_BITS
         ranks = range(first + len(pages) - 1, first - 1, -1)
-        self._allocator.tables[index].retire(cast("Sequence[SmallPageId]", pages), ranks)
+        self._allocator.tables[index].release_cached(cast("Sequence[SmallPageId]", pages), ranks)
 
     def pin_hit(self, hit: PrefixHit) -> None:
         """Do the work of `pin_pages` for all pages that a hit reads from here."""
@@ -385,7 +385,7 @@ class HostCache:
         """Forget all content."""
         for cache in self._caches:
             cache.clear()
-        self._allocator.large_pages.surrender_all()
+        self._allocator.large_pages.close_reclaimable()
         self.num_lost += 1
 
     def memory(self) -> MemoryReport:

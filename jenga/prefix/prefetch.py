@@ -176,18 +176,18 @@ class Prefetch:
         if taken is None:
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
-        self._allocator.disown(_OWNER)
+        self._allocator.release_claim(_OWNER)
         self._eviction_notices.deliver()
         copies: list[PageCopy] = []
         for load in loads:
             table, pages = load.table, taken[load.table.index]
-            copies += self._host.load_ahead(table, load.sources, pages)
+            copies += self._host.prefetch_pages(table, load.sources, pages)
             if table.cache is not None:
                 # One by one, because they need not follow each other in the page table.
                 for page, key in zip(pages, load.keys, strict=True):
-                    table.cache.enter_page(page, key)
+                    table.cache.insert_page(page, key)
             pages = [page for page in pages if table.keys_of([page])[0] is not None]
-            table.pages.retire(pages, table.clock.loaded_ranks(len(pages)))
+            table.pages.release_cached(pages, table.clock.loaded_ranks(len(pages)))
             self._loaded.append((self._step, table, pages))
         return copies
 

@@ -108,7 +108,7 @@ class RunningImages:
                 pages = list(found.values())
                 sharing = sharing_of(table, pages, may_repeat=True)
                 all_found.append(FoundImages(table, num_pages, pages, sharing))
-                self._growth.adopt(
+                self._growth.append_found(
                     request,
                     table,
                     [found.get(number, MISSING) for number in range(num_pages, end)],
@@ -125,17 +125,17 @@ class RunningImages:
     def share(self, all_found: Sequence[FoundImages]) -> None:
         """Add a user to the pages found."""
         for found in all_found:
-            found.table.pages.use(found.sharing)
+            found.table.pages.share_prepared(found.sharing)
             if found.sharing.repeated:
-                found.table.pages.share(found.sharing.repeated)
+                found.table.pages.share_pages(found.sharing.repeated)
             found.is_shared = True
 
     def undo(self, request: Request, all_found: Sequence[FoundImages]) -> None:
         """Remove the pages found from a request, because its step was refused."""
         for found in all_found:
             if found.is_shared:
-                found.table.leave_pages(found.pages)
-            self._growth.shed(request, found.table, found.num_pages_before)
+                found.table.release_pages(found.pages)
+            self._growth.truncate(request, found.table, found.num_pages_before)
 
     def read(self, all_found: Sequence[FoundImages]) -> None:
         """Record that a request reads the images found."""

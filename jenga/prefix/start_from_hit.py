@@ -74,9 +74,9 @@ class HitStarts:
         """Add a user to the pages found, and make states to copy from the last to be evicted."""
         for table, sharing in zip(self._tables, start.sharing, strict=True):
             if sharing is not None:
-                table.pages.use(sharing)
+                table.pages.share_prepared(sharing)
                 if sharing.repeated:
-                    table.pages.share(sharing.repeated)
+                    table.pages.share_pages(sharing.repeated)
         hit = start.hit
         self._checkpoints.protect_hit(hit)
         self._asked_tokens += hit.asked_tokens
@@ -117,9 +117,9 @@ def _start_of_table(
 def sharing_of(table: Table, pages: Sequence[SmallPageId], *, may_repeat: bool) -> Sharing:
     """Prepare the sharing of pages. If an image is shown twice, its pages occur twice."""
     if not may_repeat:
-        return table.pages.sharing(pages)
+        return table.pages.prepare_sharing(pages)
     seen: set[SmallPageId] = set()
     repeated = [page for page in pages if page in seen or seen.add(page)]
     if not repeated:
-        return table.pages.sharing(pages)
-    return replace(table.pages.sharing(list(dict.fromkeys(pages))), repeated=repeated)
+        return table.pages.prepare_sharing(pages)
+    return replace(table.pages.prepare_sharing(list(dict.fromkeys(pages))), repeated=repeated)

@@ -83,5 +83,5 @@ class WriteBack:
                 some += [page for page in pages if stamps[page] >= 0 and table.pins[page] == 1]
         copies: list[PageCopy] = []
         for index, pages in leaving.items():
-            copies += self._host.store_ahead(self._tables[index], pages)
+            copies += self._host.write_back_pages(self._tables[index], pages)
         return copies

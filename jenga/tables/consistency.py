@@ -63,11 +63,11 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         ]
         for page in (*pages[first:], *pending):
             users[page] = users.get(page, 0) + 1
-    shares = {page: count - 1 for page, count in users.items() if count > 1}
-    if shares != table.pages.shares or len(users) != table.pages.num_used:
+    extra_users = {page: count - 1 for page, count in users.items() if count > 1}
+    if extra_users != table.pages.extra_users or len(users) != table.pages.num_used:
         msg = (
-            f"{table.spec.name!r}: requests use {len(users)} pages and share {shares}; the "
-            f"allocator counts {table.pages.num_used} and {table.pages.shares}"
+            f"{table.spec.name!r}: requests use {len(users)} pages and share {extra_users}; the "
+            f"allocator counts {table.pages.num_used} and {table.pages.extra_users}"
         )
         raise InvariantError(msg)
     if table.cache is not None:

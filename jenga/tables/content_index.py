@@ -87,7 +87,7 @@ class ContentIndex:
         """
         return FoundPages(self._pages, self.keys, self._row, keys)
 
-    def enter(
+    def insert(
         self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
     ) -> dict[SmallPageId, tuple[SmallPageId, Hashable]]:
         """Let pages be found under keys.
@@ -109,8 +109,8 @@ class ContentIndex:
                     others.setdefault(found, (page, key))
         return others
 
-    def enter_page(self, page: SmallPageId, key: Hashable) -> bool:
-        """Do the work of `enter` for one page. Return whether it was entered."""
+    def insert_page(self, page: SmallPageId, key: Hashable) -> bool:
+        """Do the work of `insert` for one page. Return whether it was entered."""
         if page <= 0 or key is None or self._pages.setdefault(key, page) != page:
             return False
         self.keys[page] = key
@@ -168,7 +168,7 @@ class RecordingIndex(ContentIndex):
         self._log = changes
         self._is_on_host = is_on_host
 
-    def enter(
+    def insert(
         self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
     ) -> dict[SmallPageId, tuple[SmallPageId, Hashable]]:
         """See `ContentIndex`. A key that had a page before is no change."""
@@ -178,19 +178,19 @@ class RecordingIndex(ContentIndex):
             is_new.append(page > 0 and key not in known)
             if page > 0:
                 known.add(key)
-        others = super().enter(pages, keys)
+        others = super().insert(pages, keys)
         for entered, run in groupby(zip(is_new, keys, strict=True), lambda each: each[0]):
             if entered:
                 self._record([key for _, key in run], is_found=True)
         return others
 
-    def enter_page(self, page: SmallPageId, key: Hashable) -> bool:
+    def insert_page(self, page: SmallPageId, key: Hashable) -> bool:
         """See `ContentIndex`. A key that had a page before is no change."""
         was_found = key in self._pages
-        is_entered = super().enter_page(page, key)
-        if is_entered and not was_found:
+        is_inserted = super().insert_page(page, key)
+        if is_inserted and not was_found:
             self._record([key], is_found=True)
-        return is_entered
+        return is_inserted
 
     def forget(self, pages: Iterable[SmallPageId]) -> None:
         """See `ContentIndex`."""

@@ -63,7 +63,7 @@ class Table:
         keys = self.cache.keys if self.cache is not None else ()
         return [keys[page] for page in pages]
 
-    def enter(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
+    def commit_pages(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
         """Let other requests find a request's pages from its first uncommitted one up to `end`.
 
         If another, unused page already holds the same content, the index points to the new page
@@ -78,9 +78,9 @@ class Table:
         keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
         request.pages.num_committed[self.index] = start + len(keys)
         pages = request.pages.small_pages[self.index][start : start + len(keys)]
-        if len(keys) == 1 and self.cache.enter_page(pages[0], keys[0]):
+        if len(keys) == 1 and self.cache.insert_page(pages[0], keys[0]):
             return False
-        others = self.cache.enter(pages, keys)
+        others = self.cache.insert(pages, keys)
         if not others:
             return False
         number_of = dict(zip(pages, range(start, start + len(pages)), strict=True))
@@ -99,7 +99,7 @@ class Table:
             self.pages.discard(replaced)
         return bool(replaced)
 
-    def enter_missing(self, request: Request, end: int) -> bool:
+    def commit_missing(self, request: Request, end: int) -> bool:
         """Let other requests find committed pages before `end` that they cannot find so far.
 
         Returns:
@@ -120,7 +120,7 @@ class Table:
             if pages[number] > 0 and key_of[pages[number]] is None and self.cache.get(key) is None
         ]
         for page, key in missing:
-            self.cache.enter_page(page, key)
+            self.cache.insert_page(page, key)
         return bool(missing)
 
     def _replace_in_segment(self, old: SmallPageId, page: SmallPageId, number: int) -> bool:
@@ -137,10 +137,10 @@ class Table:
         self.pins[old], self.pins[page] = 0, 1
         return True
 
-    def enter_state(self, page: SmallPageId, key: Hashable) -> None:
+    def commit_state(self, page: SmallPageId, key: Hashable) -> None:
         """Let other requests find a state that was kept in a page of its own."""
         if self.cache is not None:
-            self.cache.enter_page(page, key)
+            self.cache.insert_page(page, key)
 
     def forget(self, page: SmallPageId) -> None:
         """Make a cached page impossible to find."""
@@ -179,9 +179,9 @@ class Table:
         index = self.index
         first = request.pages.num_given_up[index]
         num_found = max(0, request.pages.num_found[index] - first)
-        self.leave_pages(request.pages.small_pages[index][first:], num_cached=num_found)
+        self.release_pages(request.pages.small_pages[index][first:], num_cached=num_found)
 
-    def leave_pages(self, pages: Sequence[SmallPageId], *, num_cached: int = 0) -> None:
+    def release_pages(self, pages: Sequence[SmallPageId], *, num_cached: int = 0) -> None:
         """Remove one user from each page. Unused pages become evictable if cached, else empty.
 
         Args:
@@ -198,7 +198,7 @@ class Table:
                 self.pages.release(pages)
             else:
                 rank = (self.clock.pinned_ranks(1) if pins[page] else self.clock.loose_ranks(1))[0]
-                self.pages.retire_page(page, rank)
+                self.pages.release_cached_page(page, rank)
             return
         uncached = [page for page in pages[num_cached:] if keys[page] is None]
         if uncached:
@@ -206,12 +206,12 @@ class Table:
             pages = [page for page in pages if keys[page] is not None]
         loose = [page for page in pages if not pins[page]]
         if loose:
-            self.pages.retire(loose, self.clock.loose_ranks(len(loose)))
+            self.pages.release_cached(loose, self.clock.loose_ranks(len(loose)))
             if len(loose) == len(pages):
                 return
             pages = [page for page in pages if pins[page]]
         if pages:
-            self.pages.retire(pages, self.clock.pinned_ranks(len(pages)))
+            self.pages.release_cached(pages, self.clock.pinned_ranks(len(pages)))
 
     # Checkpoints
 

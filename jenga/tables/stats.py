@@ -183,7 +183,7 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
     Only the pages at both ends of a page table, and those that its policy leaves unfilled, have
     such slots. A slot of a shared page is touched if one of the page's users touches it.
     """
-    page_slots, shares = table.grain.page_slots, table.pages.shares
+    page_slots, extra_users = table.grain.page_slots, table.pages.extra_users
     dead_slots: dict[SmallPageId, list[int]] = {}
     for request in requests:
         pages, first = (
@@ -203,7 +203,9 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
             ends[number] = ends.get(number, 0) + dead
         for number, dead in ends.items():
             dead_slots.setdefault(pages[number], []).append(dead)
-    return sum(min(dead) for page, dead in dead_slots.items() if len(dead) > shares.get(page, 0))
+    return sum(
+        min(dead) for page, dead in dead_slots.items() if len(dead) > extra_users.get(page, 0)
+    )
 
 
 def table_evictions(table: Table) -> Evictions:

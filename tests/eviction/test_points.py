@@ -43,19 +43,19 @@ def history(log):
 
 
 def test_time_is_what_requests_compute(history):
-    history.admit(10)
-    history.admit(0)
-    history.admit(2.5)
+    history.record_admission(10)
+    history.record_admission(0)
+    history.record_admission(2.5)
 
     assert history.time == 12.5
 
 
 def test_a_point_waits_from_when_it_was_left(history, log):
-    history.admit(7)
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.KNOWN_TEXT)
-    history.admit(30)
+    history.record_admission(7)
+    point = history.record_point(b"a", 32, Kind.PROMPT_END, Past.KNOWN_TEXT)
+    history.record_admission(30)
 
-    history.read(point)
+    history.record_read(point)
 
     assert log.waits == [(b"a", Kind.PROMPT_END, Past.KNOWN_TEXT, 30, True)]
     assert (point.key, point.num_tokens, point.past) == (b"a", 32, Past.READ)
@@ -63,19 +63,19 @@ def test_a_point_waits_from_when_it_was_left(history, log):
 
 
 def test_a_point_that_was_read_waits_for_the_next_reader_as_one_that_was_read(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+    point = history.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
     for num_bytes in (5, 11):
-        history.admit(num_bytes)
-        history.read(point)
+        history.record_admission(num_bytes)
+        history.record_read(point)
 
     assert [wait[2:] for wait in log.waits] == [(Past.NEW_TEXT, 5, True), (Past.READ, 11, True)]
 
 
 def test_a_known_point_that_is_left_again_is_young_but_waits_as_long_as_before(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
-    history.admit(40)
+    point = history.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+    history.record_admission(40)
 
-    again = history.leave(b"a", 32, Kind.ANSWER_END, Past.TURN)
+    again = history.record_point(b"a", 32, Kind.ANSWER_END, Past.TURN)
 
     assert again is point
     assert (point.kind, point.past) == (Kind.PROMPT_END, Past.NEW_TEXT)
@@ -84,13 +84,13 @@ def test_a_known_point_that_is_left_again_is_young_but_waits_as_long_as_before(h
 
 
 def test_a_point_where_texts_are_found_to_part_is_a_branch_from_then_on(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.TURN)
-    history.admit(40)
+    point = history.record_point(b"a", 32, Kind.PROMPT_END, Past.TURN)
+    history.record_admission(40)
 
-    history.leave(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
-    history.admit(9)
-    history.leave(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
-    history.read(point)
+    history.record_point(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
+    history.record_admission(9)
+    history.record_point(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
+    history.record_read(point)
 
     # As the end of a prompt it was not read; as a branch it was.
     assert log.waits == [
@@ -100,10 +100,10 @@ def test_a_point_where_texts_are_found_to_part_is_a_branch_from_then_on(history,
 
 
 def test_renewing_makes_a_point_young_and_says_nothing_of_its_wait(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
-    history.admit(40)
+    point = history.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+    history.record_admission(40)
 
-    history.renew(point)
+    history.reset_age(point)
 
     assert (point.waits_since, point.last_kept) == (0, 40)
     assert log.waits == []
@@ -111,17 +111,17 @@ def test_renewing_makes_a_point_young_and_says_nothing_of_its_wait(history, log)
 
 def test_points_on_a_text_come_in_order(history):
     for key in (b"3", b"1", b"x"):
-        history.leave(key, 16, Kind.BRANCH, Past.NEW_TEXT)
+        history.record_point(key, 16, Kind.BRANCH, Past.NEW_TEXT)
 
     assert [point.key for point in history.path([b"1", b"2", b"3", b"4"])] == [b"1", b"3"]
 
 
 def test_a_point_is_forgotten_when_it_has_waited_for_as_long_as_is_remembered(history, log):
-    history.leave(b"a", 32, Kind.BEFORE_END, Past.NEW_TEXT)
-    history.admit(HORIZON_BYTES)
+    history.record_point(b"a", 32, Kind.BEFORE_END, Past.NEW_TEXT)
+    history.record_admission(HORIZON_BYTES)
     assert history.get(b"a") is not None
 
-    history.admit(1)
+    history.record_admission(1)
 
     assert history.get(b"a") is None
     assert len(history) == 0
@@ -129,32 +129,32 @@ def test_a_point_is_forgotten_when_it_has_waited_for_as_long_as_is_remembered(hi
 
 
 def test_nothing_is_learnt_from_a_point_that_was_replaced(history, log):
-    point = history.leave(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
+    point = history.record_point(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
 
     history.forget(point)
     history.forget(point)
-    history.admit(2 * HORIZON_BYTES)
+    history.record_admission(2 * HORIZON_BYTES)
 
     assert history.get(b"a") is None
     assert log.waits == []
 
 
 def test_a_point_that_is_still_kept_is_remembered_again_when_it_is_read(history):
-    point = history.leave(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
-    history.admit(HORIZON_BYTES + 1)
+    point = history.record_point(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
+    history.record_admission(HORIZON_BYTES + 1)
     assert history.get(b"a") is None
 
-    history.read(point)
+    history.record_read(point)
 
     assert history.get(b"a") is point
 
 
 def test_an_observer_learns_now_and_then_of_those_that_wait(history, log):
-    history.leave(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
+    history.record_point(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
     for number in range(3 * LEARN_EVERY):
-        history.admit(1)
+        history.record_admission(1)
         if number == LEARN_EVERY:
-            history.leave(b"b", 32, Kind.BRANCH, Past.NEW_TEXT)
+            history.record_point(b"b", 32, Kind.BRANCH, Past.NEW_TEXT)
 
     assert log.learnt == [
         ([b"a"], LEARN_EVERY),
@@ -179,16 +179,16 @@ def test_every_wait_is_told_once_and_those_that_wait_are_in_order(seed):
                 expected.append((key, now - since[key], False))
                 since[key] = now
             since.setdefault(key, now)
-            history.leave(key, 16, kind, Past.NEW_TEXT)
+            history.record_point(key, 16, kind, Past.NEW_TEXT)
         elif action < 0.6 and point is not None:
             expected.append((key, now - since[key], True))
             since[key] = now
-            history.read(point)
+            history.record_read(point)
         elif action < 0.65 and point is not None:
             del since[key]
             history.forget(point)
         else:
-            history.admit(source.choice([0, 1, 100, 700]))
+            history.record_admission(source.choice([0, 1, 100, 700]))
             old = sorted(
                 (start, each)
                 for each, start in since.items()
@@ -217,7 +217,7 @@ def test_every_wait_is_told_once_and_those_that_wait_are_in_order(seed):
     ids=lambda each: each.name,
 )
 def test_what_a_request_leaves_depends_on_where_it_went_on_from(history, kind, past):
-    assert past_of(history.leave(b"a", 16, kind, Past.NEW_TEXT)) == past
+    assert past_of(history.record_point(b"a", 16, kind, Past.NEW_TEXT)) == past
 
 
 def test_a_request_of_an_unknown_text_leaves_points_of_a_new_one():

@@ -137,13 +137,13 @@ def test_pages_in_use_outlive_their_checkpoint_and_are_loose_then():
     node = arena.written(TEXT[:16], 16)
     (table,) = arena.tables
     pages = [table.page_of(key) for key in arena.keys(table, TEXT[:16])]
-    table.pages.share(pages[:3])
+    table.pages.share_pages(pages[:3])
 
     arena.tree.evict(node)
 
     assert num_cached(arena) == [3]
     assert arena.tree.num_lost_bytes == 64
-    table.leave_pages(pages[:3])
+    table.release_pages(pages[:3])
     arena.check()
     assert num_cached(arena) == [3]
 
@@ -376,7 +376,7 @@ def test_what_is_worth_least_goes_first():
     texts = [name * 16 for name in "abc"]
     for text in texts:
         arena.written(text, 16)
-        arena.tree.history.admit(100)
+        arena.tree.history.record_admission(100)
     arena.tree.admit(hashes("a" * 20), FACTS, hit_tokens=16, asked_tokens=16, computed_bytes=100)
 
     order = []
@@ -392,7 +392,7 @@ def test_what_goes_next_is_what_was_said_to():
     texts = [name * 16 for name in "abcdef"]
     for text in texts:
         arena.written(text, 16)
-        arena.tree.history.admit(100)
+        arena.tree.history.record_admission(100)
     node_bytes = (4 + 3) * 64
 
     chosen = [node for node, _ in arena.tree.upcoming(3 * node_bytes)]
@@ -416,7 +416,7 @@ def test_the_checkpoint_whose_last_use_was_told_is_evicted_next():
     assert arena.tree.next_rank() == NOT_QUEUED
     for text in ("a" * 16, "b" * 16):
         arena.written(text, 16)
-        arena.tree.history.admit(100)
+        arena.tree.history.record_admission(100)
 
     first = arena.tree.next_rank()
     assert arena.tree.next_rank() == first
@@ -483,7 +483,7 @@ def test_a_guess_worth_less_than_what_was_evicted_last_is_remembered_alone(monke
 
     assert turned_down(arena, other, 16)
     assert arena.tree.history.get(hashes(other)[3]) is not None
-    assert arena.tree.at(hashes(other), 16) is None
+    assert arena.tree.node_at(hashes(other), 16) is None
     assert not turned_down(arena, other, 16, Kind.BRANCH)
     assert not turned_down(arena, other, 32)
 
@@ -619,7 +619,7 @@ def test_states_of_an_unread_answer_are_taken_and_its_checkpoint_is_forgotten():
 def used(arena, text):
     """Give all pages of a text a user."""
     for table in arena.of_text:
-        table.pages.share([table.page_of(key) for key in arena.keys(table, text)])
+        table.pages.share_pages([table.page_of(key) for key in arena.keys(table, text)])
 
 
 def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypatch):
@@ -664,7 +664,7 @@ def test_a_checkpoint_whose_states_were_taken_is_gone_if_no_later_one_is_kept(is
 
     arena.check()
     assert node.is_removed
-    assert arena.tree.at(hashes(TEXT), 32) is None
+    assert arena.tree.node_at(hashes(TEXT), 32) is None
 
 
 def test_states_that_another_has_read_are_not_taken():
@@ -681,9 +681,9 @@ def test_states_that_are_read_just_now_or_that_another_checkpoint_needs_are_not_
     node = arena.written(TEXT[:16] + "x" * 8, 16, Kind.ANSWER_END)
     table = arena.states[0]
     page = table.page_of(TEXT[:16].encode())
-    table.pages.share([page])
+    table.pages.share_pages([page])
     assert arena.tree.take_states(node) == []
-    table.leave_pages([page])
+    table.release_pages([page])
     arena.written(TEXT[:16] + "y" * 8, 16)
 
     assert arena.tree.take_states(node) == []
@@ -700,7 +700,7 @@ def test_a_request_reads_the_deepest_point_that_it_could_have_and_not_what_stand
         arena.written(TEXT[:40], num_tokens, kind)
     history = arena.tree.history
     points = {tokens: history.get(TEXT[:tokens].encode()) for tokens in (16, 32)}
-    arena.tree.evict(arena.tree.at(hashes(TEXT), 32))
+    arena.tree.evict(arena.tree.node_at(hashes(TEXT), 32))
 
     admitted = arena.tree.admit(
         hashes(TEXT), FACTS, hit_tokens=16, asked_tokens=56, computed_bytes=1000
@@ -748,7 +748,7 @@ def test_clear_forgets_all_checkpoints_and_what_comes_after_stands_at_the_root(c
     for table in arena.tables:
         table.cache.clear()
     arena.tree.clear()
-    arena.allocator.large_pages.surrender_all()
+    arena.allocator.large_pages.close_reclaimable()
     arena.check()
 
     assert not arena.tree.evict_one()
