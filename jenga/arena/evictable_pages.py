@@ -136,7 +136,7 @@ class EvictablePages:
         self.eldest[large], self.youngest[large] = lowest, highest
         self._orders[large] = NO_ORDER
 
-    def note_row(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
+    def note_run(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
         """Do the work of `note_whole` for consecutive large pages, with the ranks of each."""
         first, end = larges.start, larges.stop
         self.eldest[first:end], self.youngest[first:end] = lowest, highest

@@ -47,7 +47,7 @@ class Sharing:
 
     Attributes:
         pages: The small pages, each used or evictable.
-        revived: Evictable ones among them, in stretches. A stretch is a range if it is a row.
+        revived: Evictable ones among them, in stretches. A stretch is a range if it is a run.
         revived_of: Large page -> number of its evictable small pages. Empty if each large page has
             only one small page.
         num_revived_large: Number of reclaimable large pages that sharing would put to use.
@@ -71,10 +71,10 @@ class Sharing:
 
 
 def unused_of(
-    pages: Sequence[SmallPageId], stamps: Sequence[int], *, in_row: bool
+    pages: Sequence[SmallPageId], stamps: Sequence[int], *, in_run: bool
 ) -> Sequence[SmallPageId]:
-    """Return the evictable pages among used or evictable ones, as a range for a whole row."""
-    if in_row:
+    """Return the evictable pages among used or evictable ones, as a range for a whole run."""
+    if in_run:
         first, end = pages[0], pages[-1] + 1
         if NOT_QUEUED not in stamps[first:end]:
             return cast("Sequence[SmallPageId]", range(first, end))

@@ -8,7 +8,7 @@ from typing import cast
 from jenga.arena.empty_pages import EmptyPages
 from jenga.arena.evictable_pages import EvictablePages
 from jenga.arena.large_pages import LargePages
-from jenga.arena.page_runs import large_rows_of
+from jenga.arena.page_runs import large_runs_of
 from jenga.arena.small_pages import Sharing, check_extra_users
 from jenga.errors import InvariantError
 from jenga.page_ids import LargePageId, SmallPageId
@@ -83,7 +83,7 @@ class SplitBooks:
         """Return up to `most` small pages that are evicted next one by one, roughly."""
         return self._evictable.next_alone(most)
 
-    def row(self, start: int, end: int) -> list[SmallPageId]:
+    def ids_of_run(self, start: int, end: int) -> list[SmallPageId]:
         """Return the ids of consecutive held small pages, as the same objects as handed out."""
         k = self.pages_per_large
         first = start // k
@@ -97,10 +97,10 @@ class SplitBooks:
         revived_of: Counter[int] = Counter()
         whole: list[range] = []
         scattered: list[SmallPageId] = []
-        for start, end, in_row in large_rows_of(pages, k, self._empty.ids):
+        for start, end, in_run in large_runs_of(pages, k, self._empty.ids):
             large, num_pages = pages[start] // k, end - start
             larges = range(large, large + max(1, num_pages // k))
-            if not in_row or any(used[large : larges.stop]):
+            if not in_run or any(used[large : larges.stop]):
                 scattered += pages[start:end]
                 continue
             revived.append(range(pages[start], pages[start] + num_pages))

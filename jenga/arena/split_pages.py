@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from jenga.arena.eviction_queue import NOT_QUEUED
-from jenga.arena.page_runs import large_rows_of, runs_of
+from jenga.arena.page_runs import large_runs_of, parts_by_large
 from jenga.arena.small_pages import (
     Budget,
     Sharing,
@@ -273,7 +273,7 @@ class SplitPages(SplitBooks):
             pages = remove_users(self.extra_users, pages)
         self.num_used -= len(pages)
         k, empty = self.pages_per_large, self._empty
-        for large, start, end, _ in runs_of(pages, k, empty.ids):
+        for large, start, end, _ in parts_by_large(pages, k, empty.ids):
             num_empty = empty.put_back(large, pages[start:end])
             if not self._leave(large, end - start):
                 continue
@@ -315,7 +315,7 @@ class SplitPages(SplitBooks):
         """Make evictable pages empty."""
         k, evictable, empty = self.pages_per_large, self._evictable, self._empty
         self.num_evictable -= len(pages)
-        for large, start, end, _ in runs_of(pages, k, empty.ids):
+        for large, start, end, _ in parts_by_large(pages, k, empty.ids):
             some = pages[start:end]
             num_left = evictable.remove(large, some)
             if self._used[large]:
@@ -347,7 +347,7 @@ class SplitPages(SplitBooks):
                 lows, highs = extremes_of_parts(
                     all_ranks[start:end], k, is_even=isinstance(ranks, range)
                 )
-                evictable.note_row(larges, lows, highs)
+                evictable.note_run(larges, lows, highs)
                 unused += cast("Sequence[LargePageId]", larges[::-1])
                 continue
             lowest, highest = extremes(ranks[start:end])
@@ -371,17 +371,19 @@ class SplitPages(SplitBooks):
             large page has stands for consecutive whole large pages.
         """
         stamps, k, ids = self.stamps, self.pages_per_large, self._empty.ids
-        runs: list[tuple[int, int, int]] = []
-        for start, end, in_row in large_rows_of(pages, k, ids):
+        parts: list[tuple[int, int, int]] = []
+        for start, end, in_run in large_runs_of(pages, k, ids):
             some = pages[start:end]
-            if in_row:
+            if in_run:
                 stamps[some[0] : some[0] + end - start] = ranks[start:end]
-                runs.append((some[0] // k, start, end))
+                parts.append((some[0] // k, start, end))
             else:
                 for page, rank in zip(some, ranks[start:end], strict=True):
                     stamps[page] = rank
-                runs += [(large, start + i, start + j) for large, i, j, _ in runs_of(some, k, ids)]
-        return cast("list[tuple[LargePageId, int, int]]", runs)
+                parts += [
+                    (large, start + i, start + j) for large, i, j, _ in parts_by_large(some, k, ids)
+                ]
+        return cast("list[tuple[LargePageId, int, int]]", parts)
 
     def _release_some(
         self, large: LargePageId, page: SmallPageId, num_left: int, lowest: int, highest: int

@@ -79,15 +79,15 @@ class WholePages:
         """Return the rank of an evictable page."""
         return self._queue.rank(page)
 
-    def row(self, start: int, end: int) -> list[SmallPageId]:
+    def ids_of_run(self, start: int, end: int) -> list[SmallPageId]:
         """Return the ids of consecutive pages, as the same objects as handed out."""
         return self._ids[start:end]
 
     def prepare_sharing(self, pages: Sequence[SmallPageId]) -> Sharing:
         """Prepare the sharing of pages. Nothing may change before they are shared."""
         revived = [
-            unused_of(pages[start:end], self.stamps, in_row=in_row)
-            for start, end, in_row in stretches_of(pages, self._ids)
+            unused_of(pages[start:end], self.stamps, in_run=in_run)
+            for start, end, in_run in stretches_of(pages, self._ids)
         ]
         num_revived_large = sum(map(len, revived))
         return Sharing(
@@ -164,10 +164,10 @@ class WholePages:
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
         # Start with the last page, which is evicted first, so that ranks rise.
-        for start, end, in_row in reversed(stretches_of(pages, self._ids)):
+        for start, end, in_run in reversed(stretches_of(pages, self._ids)):
             some = (
                 cast("Sequence[SmallPageId]", range(pages[start], pages[end - 1] + 1))
-                if in_row
+                if in_run
                 else pages[start:end]
             )
             self._queue.extend(some, ranks[start:end])

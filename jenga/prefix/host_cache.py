@@ -180,9 +180,9 @@ class HostCache:
         for index, pages in enumerate(self._allocator.tables):
             num_pages = num_large_pages * pages.pages_per_large
             self._caches.append(
-                ContentIndex(num_pages, pages.row)
+                ContentIndex(num_pages, pages.ids_of_run)
                 if changes is None
-                else RecordingIndex(num_pages, pages.row, index, changes, is_on_host=True)
+                else RecordingIndex(num_pages, pages.ids_of_run, index, changes, is_on_host=True)
             )
         self._time = 0
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0

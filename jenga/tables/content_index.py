@@ -10,7 +10,7 @@ from itertools import groupby
 
 from jenga.errors import InvariantError
 from jenga.page_ids import SmallPageId
-from jenga.tables.found_pages import RANGE_ROW, FoundPages, PageRow
+from jenga.tables.found_pages import NEW_IDS, FoundPages, IdsOfRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +58,18 @@ class ContentIndex:
         keys: Small page -> key of its content, or None if no request may find it.
     """
 
-    __slots__ = ("_pages", "_row", "keys")
+    __slots__ = ("_ids_of_run", "_pages", "keys")
 
-    def __init__(self, num_pages: int, row: PageRow = RANGE_ROW) -> None:
+    def __init__(self, num_pages: int, ids_of_run: IdsOfRun = NEW_IDS) -> None:
         """Create an empty index.
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the ids of consecutive held pages. It should return the same int
+            ids_of_run: Returns the ids of consecutive held pages. It should return the same int
                 objects as the allocator hands out, which makes comparing fast.
         """
         self._pages: dict[Hashable, SmallPageId] = {}
-        self._row = row
+        self._ids_of_run = ids_of_run
         self.keys: list[Hashable | None] = [None] * num_pages
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class ContentIndex:
         Args:
             keys: Hashes, or names of other types. None stands for a page without a name.
         """
-        return FoundPages(self._pages, self.keys, self._row, keys)
+        return FoundPages(self._pages, self.keys, self._ids_of_run, keys)
 
     def insert(
         self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
@@ -148,7 +148,7 @@ class RecordingIndex(ContentIndex):
     def __init__(
         self,
         num_pages: int,
-        row: PageRow,
+        ids_of_run: IdsOfRun,
         table_index: int,
         changes: ChangeLog,
         *,
@@ -158,12 +158,12 @@ class RecordingIndex(ContentIndex):
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the ids of consecutive held pages.
+            ids_of_run: Returns the ids of consecutive held pages.
             table_index: The page table.
             changes: Records the changes.
             is_on_host: Whether the pages are those of host memory.
         """
-        super().__init__(num_pages, row)
+        super().__init__(num_pages, ids_of_run)
         self._table_index = table_index
         self._log = changes
         self._is_on_host = is_on_host

@@ -327,9 +327,9 @@ def build_tables(
                 )
                 raise ValueError(msg)
             if changes is None:
-                cache = ContentIndex(num_pages, pages.row)
+                cache = ContentIndex(num_pages, pages.ids_of_run)
             else:
-                cache = RecordingIndex(num_pages, pages.row, index, changes)
+                cache = RecordingIndex(num_pages, pages.ids_of_run, index, changes)
         tables.append(
             Table(
                 index=index,

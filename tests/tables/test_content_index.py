@@ -72,7 +72,7 @@ def test_one_page_is_entered_as_several_are():
     cache.check()
 
 
-def test_pages_without_a_key_are_not_found_where_a_row_passes_them():
+def test_pages_without_a_key_are_not_found_where_a_run_passes_them():
     cache = ContentIndex(300)
     keys = [(b"image", number) for number in range(250)]
     keys[100] = None
@@ -90,8 +90,8 @@ def test_pages_without_a_key_are_not_found_where_a_row_passes_them():
 def test_found_pages_are_those_of_their_keys_whatever_was_asked_before(missing, cuts, questions):
     cache = ContentIndex(301)
     edges = sorted({0, 300, *cuts})
-    rows = [range(start + 1, end + 1) for start, end in pairwise(edges)]
-    pages = [page for row in reversed(rows) for page in row]
+    runs = [range(start + 1, end + 1) for start, end in pairwise(edges)]
+    pages = [page for run in reversed(runs) for page in run]
     keys = [number.to_bytes(2) for number in range(300)]
     expected = [None if number in missing else page for number, page in enumerate(pages)]
     known = [(page, key) for page, key in zip(expected, keys, strict=True) if page is not None]
