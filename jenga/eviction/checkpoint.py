@@ -34,7 +34,7 @@ class Checkpoint:
         is_kept: Whether a request can go on from here.
         is_removed: Whether the node was removed from the tree. Requests may still refer to it.
         left_by: Name of the request that left the checkpoint. Empty if it is not known.
-        point: History of this point, if the node is kept, else `NO_POINT`.
+        point: Knowledge about this point, if the node is kept, else `NO_POINT`.
         heir_of: Evicted point whose readers will start from here instead, if any.
         segment_bytes: Bytes of the segment.
         point_bytes: Bytes of the pages in `point_pages` that no other checkpoint needed when this

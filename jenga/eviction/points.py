@@ -62,7 +62,7 @@ class Past(IntEnum):
 
 
 class Point:
-    """The history of one point.
+    """Knowledge about one point.
 
     Attributes:
         key: Hash of the prefix, or the name of an image.
@@ -110,7 +110,7 @@ class Observer(Protocol):
         ...
 
 
-class ReuseHistory:
+class RememberedPoints:
     """All points that are remembered, and the time.
 
     Attributes:
@@ -120,7 +120,7 @@ class ReuseHistory:
     __slots__ = ("_horizon_bytes", "_num_admitted", "_observer", "_points", "time")
 
     def __init__(self, observer: Observer, *, arena_bytes: int) -> None:
-        """Create an empty history.
+        """Start without points.
 
         Args:
             observer: Told of every wait that ends.

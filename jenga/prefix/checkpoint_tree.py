@@ -26,7 +26,7 @@ from typing import cast
 from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
-from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
+from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, RememberedPoints, past_of
 from jenga.eviction.policy import EvictionPolicy
 from jenga.page_ids import SmallPageId
 from jenga.policies import NEVER, RequestFacts
@@ -91,7 +91,7 @@ class CheckpointTree:
     """Checkpoints of one arena.
 
     Attributes:
-        history: Points that are remembered, and the time.
+        points: Points that are remembered, and the time.
         log: Record of the checkpoints that are lost. None, the default, records none.
         num_evicted: Number of checkpoints evicted whole so far. Cut ends are not counted.
         num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
@@ -124,10 +124,10 @@ class CheckpointTree:
         "ahead_tokens",
         "align_tokens",
         "awaited",
-        "history",
         "log",
         "num_evicted",
         "num_lost_bytes",
+        "points",
     )
 
     def __init__(
@@ -180,7 +180,7 @@ class CheckpointTree:
         # Worth of the checkpoint that was evicted last, and the time until which it is used.
         self._price = self._price_ends = 0.0
         self._price_bytes = PRICE_SHARE * arena_bytes
-        self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
+        self.points = RememberedPoints(policy, arena_bytes=arena_bytes)
         self._root = Checkpoint(None, 0, 0, None)
         self._root.segment = [[] for _ in self._prefix_tables]
         self._root.first_pages = [0] * len(self._prefix_tables)
@@ -348,7 +348,7 @@ class CheckpointTree:
             node.is_kept = True
             node.heir_of = None
             self._enter_pool(node)
-        node.point = self.history.record_point(point_key, num_tokens, kind, past)
+        node.point = self.points.record_point(point_key, num_tokens, kind, past)
         if kind == Kind.BRANCH:
             self._drop_guess(node)
         return node
@@ -376,7 +376,7 @@ class CheckpointTree:
         Returns:
             Whether the point is remembered without a checkpoint.
         """
-        time = self.history.time
+        time = self.points.time
         if (
             kind not in GUESSES
             or self._state_tables
@@ -399,7 +399,7 @@ class CheckpointTree:
         guess.own_bytes = point_bytes + int(token_bytes * new_tokens)
         if self._policy.worth(guess, time) >= self._price:
             return False
-        self.history.record_point(key, num_tokens, kind, past)
+        self.points.record_point(key, num_tokens, kind, past)
         return True
 
     def _drop_guess(self, node: Checkpoint) -> None:
@@ -412,7 +412,7 @@ class CheckpointTree:
             and node.num_tokens - guess.num_tokens <= QUESTION_TOKENS
         ):
             point, num_tokens = guess.point, guess.num_tokens
-            self.history.forget(point)
+            self.points.forget(point)
             lost_bytes = self.num_lost_bytes
             self._let_go(guess, None)
             if self.log is not None:
@@ -444,7 +444,7 @@ class CheckpointTree:
         self._pin(node, table, pages)
         node.is_kept = True
         self._enter_pool(node)
-        node.point = self.history.record_point(key, num_tokens, Kind.IMAGE, past)
+        node.point = self.points.record_point(key, num_tokens, Kind.IMAGE, past)
 
     def read_images(self, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Record that a request reads images, of which it found the given pages.
@@ -456,9 +456,9 @@ class CheckpointTree:
             if node is not None:
                 self._read(node)
                 continue
-            point = self.history.get(key)
+            point = self.points.get(key)
             if point is not None:
-                self.history.record_read(point)
+                self.points.record_read(point)
             # An image that is shown twice is found twice. Only the end of an image is found if the
             # hit ends within it.
             numbers = {
@@ -496,11 +496,11 @@ class CheckpointTree:
             asked_tokens: Number of tokens that it could have started from.
             computed_bytes: Bytes of cache that it computes.
         """
-        history = self.history
+        points = self.points
         end = asked_tokens // self._hash_tokens
         start = min(end, max(0, hit_tokens // self._hash_tokens - 1))
-        path = history.path(prefix_hashes[start:end])
-        deepest = path[-1] if path else history.deepest(prefix_hashes[:start])
+        path = points.path(prefix_hashes[start:end])
+        deepest = path[-1] if path else points.deepest(prefix_hashes[:start])
         past = past_of(deepest)
         node = self._read_at(prefix_hashes, facts, hit_tokens)
         if (
@@ -509,12 +509,12 @@ class CheckpointTree:
             and (node is None or deepest is not node.point)
         ):
             # The request asked for an evicted point. A checkpoint before it only stood in for it.
-            history.record_read(deepest)
+            points.record_read(deepest)
             if node is not None:
                 self._cancel_eviction(node)
         elif node is not None:
             self._read(node)
-        history.record_admission(computed_bytes)
+        points.record_admission(computed_bytes)
         branches = [
             point.num_tokens
             for point in path
@@ -523,8 +523,8 @@ class CheckpointTree:
         return Admitted(past=past, branches=branches)
 
     def _read(self, node: Checkpoint) -> None:
-        self.history.record_read(node.point)
-        self.history.reset_age(node.point)
+        self.points.record_read(node.point)
+        self.points.reset_age(node.point)
         self._cancel_eviction(node)
 
     def _cancel_eviction(self, node: Checkpoint) -> None:
@@ -804,7 +804,7 @@ class CheckpointTree:
             table.pages.share_pages([page])
             table.forget(page)
         point, lost_bytes = node.point, self.num_lost_bytes
-        self.history.forget(point)
+        self.points.forget(point)
         self._stop_keeping(node, None)
         if node.num_tokens >= next_tokens or not self._lasts(node):
             self._prune(node)
@@ -890,8 +890,8 @@ class CheckpointTree:
         if node is None:
             return False
         self._measure(node)
-        self._price = self._policy.worth(node, self.history.time)
-        self._price_ends = self.history.time + self._price_bytes
+        self._price = self._policy.worth(node, self.points.time)
+        self._price_ends = self.points.time + self._price_bytes
         point, num_tokens, lost_bytes = node.point, node.num_tokens, self.num_lost_bytes
         cause = EvictionCause.END
         if self.has_point_pages or not self._cut(node):
@@ -984,7 +984,7 @@ class CheckpointTree:
         return self._least_of(pool, chosen)
 
     def _least_of(self, nodes: Sequence[Checkpoint], chosen: Collection[int]) -> Checkpoint | None:
-        time, worth = self.history.time, self._policy.worth
+        time, worth = self.points.time, self._policy.worth
         least, victim = 0.0, None
         for node in nodes:
             if node is self._protected or id(node) in chosen:
@@ -1084,7 +1084,7 @@ class CheckpointTree:
         self.num_evicted += 1
         heir = node.kept_before
         if heir is not None:
-            heir.heir_of = self._policy.heir_of(node, heir, self.history.time)
+            heir.heir_of = self._policy.heir_of(node, heir, self.points.time)
         self._let_go(node, self._host)
 
     def _let_go(self, node: Checkpoint, host: HostCache | None) -> None:

@@ -337,7 +337,7 @@ class Checkpoints:
         if self._host is None or answer is None or answer.is_kept:
             return
         key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
-        point = self._tree.history.get(key)
+        point = self._tree.points.get(key)
         if point is None or point.past != Past.READ:
             for table in self.states:
                 self._host.drop(table, key)
@@ -381,7 +381,7 @@ class Checkpoints:
             branches: Numbers of tokens after which a waiting request parts from its text.
         """
         facts, tree = request.facts, self._tree
-        tree.history.time += self._token_bytes * max(
+        tree.points.time += self._token_bytes * max(
             0, request.committed_tokens - max(facts.prompt_tokens, request.hit_tokens)
         )
         self.make_passed(request, request.committed_tokens, branches)

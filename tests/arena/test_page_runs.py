@@ -51,7 +51,7 @@ def test_stretches_are_all_pages_in_order_and_runs_are_runs(pages):
 
 @settings(deadline=None)
 @given(some_pages(), st.integers(2, 40))
-def test_runs_are_all_pages_in_order_each_in_one_large_page(pages, pages_per_large):
+def test_parts_are_all_pages_in_order_each_in_one_large_page(pages, pages_per_large):
     num_larges = NUM_PAGES // pages_per_large + 1
     numbers = [
         range_list(large * pages_per_large, (large + 1) * pages_per_large)
@@ -69,7 +69,7 @@ def test_runs_are_all_pages_in_order_each_in_one_large_page(pages, pages_per_lar
 
 @settings(deadline=None)
 @given(some_pages(), st.integers(2, 40))
-def test_large_rows_are_all_pages_in_order_in_one_large_page_or_of_whole_ones(pages, num_pages):
+def test_large_runs_are_all_pages_in_order_in_one_large_page_or_of_whole_ones(pages, num_pages):
     numbers = [
         range_list(large * num_pages, (large + 1) * num_pages)
         for large in range(NUM_PAGES // num_pages + 1)
@@ -88,7 +88,7 @@ def test_large_rows_are_all_pages_in_order_in_one_large_page_or_of_whole_ones(pa
 
 
 @given(st.integers(0, 90), st.integers(2, 40))
-def test_whole_large_pages_in_a_run_are_one_row(num_whole, num_pages):
+def test_whole_large_pages_in_a_run_are_one_run(num_whole, num_pages):
     numbers = [range_list(large * num_pages, (large + 1) * num_pages) for large in range(100)]
     pages = range_list(num_pages, (1 + num_whole) * num_pages)
     scattered = [95 * num_pages, 93 * num_pages]
@@ -111,7 +111,7 @@ def test_a_run_ends_at_the_first_number_that_differs_or_where_it_is_said_to(step
     assert found == (differing[0] if differing else end)
 
 
-def test_a_whole_large_page_is_one_row():
+def test_a_whole_large_page_is_one_run():
     pages = [*range(13, 20), *range(40, 60), 7, 30, 5]
 
     parts = parts_by_large(pages, 20, [range_list(start, start + 20) for start in range(0, 80, 20)])

@@ -271,7 +271,7 @@ def test_a_known_branch_takes_the_place_of_a_guess_right_before_it(branch_tokens
     arena.written(TEXT[:40], branch_tokens, Kind.BRANCH)
 
     assert arena.is_kept(TEXT, 16) is not is_dropped
-    assert (arena.tree.history.get(TEXT[:16].encode()) is None) is is_dropped
+    assert (arena.tree.points.get(TEXT[:16].encode()) is None) is is_dropped
 
 
 def test_an_awaited_guess_stays():
@@ -376,7 +376,7 @@ def test_what_is_worth_least_goes_first():
     texts = [name * 16 for name in "abc"]
     for text in texts:
         arena.written(text, 16)
-        arena.tree.history.record_admission(100)
+        arena.tree.points.record_admission(100)
     arena.tree.admit(hashes("a" * 20), FACTS, hit_tokens=16, asked_tokens=16, computed_bytes=100)
 
     order = []
@@ -392,7 +392,7 @@ def test_what_goes_next_is_what_was_said_to():
     texts = [name * 16 for name in "abcdef"]
     for text in texts:
         arena.written(text, 16)
-        arena.tree.history.record_admission(100)
+        arena.tree.points.record_admission(100)
     node_bytes = (4 + 3) * 64
 
     chosen = [node for node, _ in arena.tree.upcoming(3 * node_bytes)]
@@ -416,7 +416,7 @@ def test_the_checkpoint_whose_last_use_was_told_is_evicted_next():
     assert arena.tree.next_rank() == NOT_QUEUED
     for text in ("a" * 16, "b" * 16):
         arena.written(text, 16)
-        arena.tree.history.record_admission(100)
+        arena.tree.points.record_admission(100)
 
     first = arena.tree.next_rank()
     assert arena.tree.next_rank() == first
@@ -482,7 +482,7 @@ def test_a_guess_worth_less_than_what_was_evicted_last_is_remembered_alone(monke
     other = TEXT[::-1]
 
     assert turned_down(arena, other, 16)
-    assert arena.tree.history.get(hashes(other)[3]) is not None
+    assert arena.tree.points.get(hashes(other)[3]) is not None
     assert arena.tree.node_at(hashes(other), 16) is None
     assert not turned_down(arena, other, 16, Kind.BRANCH)
     assert not turned_down(arena, other, 32)
@@ -490,7 +490,7 @@ def test_a_guess_worth_less_than_what_was_evicted_last_is_remembered_alone(monke
 
 def test_what_was_evicted_long_ago_is_no_measure_of_a_guess(monkeypatch):
     arena = by_saved_tokens(monkeypatch, WINDOWED)
-    arena.tree.history.time += WINDOWED.large_page_bytes * 60
+    arena.tree.points.time += WINDOWED.large_page_bytes * 60
 
     assert not turned_down(arena, TEXT[::-1], 16)
 
@@ -608,7 +608,7 @@ def test_states_of_an_unread_answer_are_taken_and_its_checkpoint_is_forgotten():
     assert dict(taken) == pages
     arena.check()
     assert not arena.is_kept(TEXT, 32)
-    assert arena.tree.history.get(TEXT[:32].encode()) is None
+    assert arena.tree.points.get(TEXT[:32].encode()) is None
     for table in arena.states:
         assert table.pages.num_used == 1
         assert table.page_of(TEXT[:32].encode()) is None
@@ -698,8 +698,8 @@ def test_a_request_reads_the_deepest_point_that_it_could_have_and_not_what_stand
     arena = Arena(STATES)
     for num_tokens, kind in ((16, Kind.BRANCH), (32, Kind.PROMPT_END)):
         arena.written(TEXT[:40], num_tokens, kind)
-    history = arena.tree.history
-    points = {tokens: history.get(TEXT[:tokens].encode()) for tokens in (16, 32)}
+    remembered = arena.tree.points
+    points = {tokens: remembered.get(TEXT[:tokens].encode()) for tokens in (16, 32)}
     arena.tree.evict(arena.tree.node_at(hashes(TEXT), 32))
 
     admitted = arena.tree.admit(
@@ -712,7 +712,7 @@ def test_a_request_reads_the_deepest_point_that_it_could_have_and_not_what_stand
         16: Past.NEW_TEXT,
         32: Past.READ,
     }
-    assert history.time == 1000
+    assert remembered.time == 1000
 
 
 def test_a_hit_beyond_every_known_point_reads_none_of_them():
@@ -721,7 +721,7 @@ def test_a_hit_beyond_every_known_point_reads_none_of_them():
     arena.written(TEXT[:40], 16, Kind.PROMPT_END)
     arena.tree.admit(hashes(TEXT), FACTS, hit_tokens=32, asked_tokens=56, computed_bytes=1000)
 
-    assert arena.tree.history.get(TEXT[:16].encode()).past == Past.NEW_TEXT
+    assert arena.tree.points.get(TEXT[:16].encode()).past == Past.NEW_TEXT
 
 
 def test_branches_beyond_a_hit_are_told_to_whoever_passes_them_again():

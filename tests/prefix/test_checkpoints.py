@@ -236,15 +236,15 @@ def test_time_is_what_is_computed_of_prompts_and_answers():
     manager = manager_of(FULL)
     token_bytes = FULL.page_tables[0].small_page_bytes // 16
     ask(manager, 64)
-    assert manager.prefix_cache.tree.history.time == 64 * token_bytes
+    assert manager.prefix_cache.tree.points.time == 64 * token_bytes
     come(manager, "b", 64)
-    assert manager.prefix_cache.tree.history.time == (64 + 16) * token_bytes
+    assert manager.prefix_cache.tree.points.time == (64 + 16) * token_bytes
     manager.allocate("b", num_tokens=97, num_processed_tokens=64)
     manager.commit("b", hashes(96), 96)
 
     manager.free("b")
 
-    assert manager.prefix_cache.tree.history.time == (64 + 16 + 32) * token_bytes
+    assert manager.prefix_cache.tree.points.time == (64 + 16 + 32) * token_bytes
 
 
 # States that are not final yet
