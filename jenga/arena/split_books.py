@@ -30,8 +30,8 @@ class SplitBooks:
         num_evicted_alone: Number of small pages evicted one by one so far.
         num_evicted_own: Number of small pages evicted with their large page for this page table.
         num_evicted_foreign: Number of small pages evicted with their large page for another one.
-        num_evicted_whole: Number of small pages emptied so far with the last checkpoint that needed
-            them.
+        num_evicted_with_checkpoint: Number of small pages emptied so far with the last checkpoint
+            that needed them.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class SplitBooks:
         "num_evicted_alone",
         "num_evicted_foreign",
         "num_evicted_own",
-        "num_evicted_whole",
+        "num_evicted_with_checkpoint",
         "num_large",
         "num_spare",
         "num_used",
@@ -69,7 +69,7 @@ class SplitBooks:
         self.evicted: list[SmallPageId] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-        self.num_evicted_whole = 0
+        self.num_evicted_with_checkpoint = 0
 
     def rank(self, page: SmallPageId) -> int:
         """Return the rank of an evictable page."""

@@ -34,8 +34,8 @@ class WholePages:
             evicted as large pages.
         num_evicted_own: Number of small pages evicted with their large page for this page table.
         num_evicted_foreign: Number of small pages evicted with their large page for another one.
-        num_evicted_whole: Number of small pages emptied so far with the last checkpoint that needed
-            them.
+        num_evicted_with_checkpoint: Number of small pages emptied so far with the last checkpoint
+            that needed them.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class WholePages:
         "num_evicted_alone",
         "num_evicted_foreign",
         "num_evicted_own",
-        "num_evicted_whole",
+        "num_evicted_with_checkpoint",
         "num_spare",
         "num_used",
         "pages_per_large",
@@ -68,7 +68,7 @@ class WholePages:
         self.evicted: list[SmallPageId] = []
         self.num_used = self.num_evictable = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-        self.num_evicted_whole = 0
+        self.num_evicted_with_checkpoint = 0
 
     @property
     def num_large(self) -> int:

@@ -154,7 +154,7 @@ class Table:
             self.cache.forget(pages)
             self.orphans.difference_update(pages)
             self.pages.discard(pages)
-            self.pages.num_evicted_whole += len(pages)
+            self.pages.num_evicted_with_checkpoint += len(pages)
 
     def evicted_orphans(self) -> list[SmallPageId]:
         """Return evicted orphans that can still be found, in text order, to copy to host memory."""

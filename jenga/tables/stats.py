@@ -216,5 +216,5 @@ def table_evictions(table: Table) -> Evictions:
         alone=pages.num_evicted_alone,
         own_large=pages.num_evicted_own,
         foreign_large=pages.num_evicted_foreign,
-        with_checkpoint=pages.num_evicted_whole,
+        with_checkpoint=pages.num_evicted_with_checkpoint,
     )
