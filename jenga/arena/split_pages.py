@@ -220,7 +220,7 @@ class SplitPages(SplitBooks):
 
     def _take_evicted(self, page: SmallPageId, pages: list[SmallPageId]) -> None:
         """Take a small page of a large page in use whose content was evicted."""
-        large = page // self.pages_per_large
+        large = cast("LargePageId", page // self.pages_per_large)
         self._large_pages.num_evicted += 1
         self.evicted.append(page)
         self.num_evicted_alone += 1
@@ -304,8 +304,11 @@ class SplitPages(SplitBooks):
 
     def rerank(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Change the ranks of evictable pages."""
-        for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
-            large = cast("LargePageId", page // self.pages_per_large)
+        k = self.pages_per_large
+        larges = cast("list[LargePageId]", [page // k for page in pages])
+        for large, page, rank in zip(
+            reversed(larges), reversed(pages), reversed(ranks), strict=True
+        ):
             is_in_use = self._used[large] > 0
             self._evictable.rerank(large, page, rank, goes_alone=is_in_use)
             if not is_in_use:
