@@ -81,7 +81,7 @@ def unused_of(
     return [page for page in pages if stamps[page] >= 0]
 
 
-def set_stamps(stamps: list[int], pages: Sequence[SmallPageId], stamp: int) -> None:
+def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
     """Set one stamp for all pages, by one slice if they are a range."""
     if isinstance(pages, range):
         stamps[pages.start : pages.stop] = [stamp] * len(pages)

@@ -86,9 +86,8 @@ class SocketLender:
         self.folder, self.name = folder, name
         self.guarantee_pages, self.limit_pages = guarantee_pages, limit_pages
         self._books: Books = folder.open_books()
-        self._mine: set[LargePageId] = (
-            set()
-        )  # large pages that the broker has lent and not taken back
+        # Large pages that the broker has lent and not taken back.
+        self._mine: set[LargePageId] = set()
         self._granted: list[LargePageId] = []
         self._called: int | None = None
         self._older_than_s = -math.inf

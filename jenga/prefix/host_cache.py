@@ -85,8 +85,8 @@ class EitherPages(Sequence[int | None]):
     @overload
     def __getitem__(self, index: int) -> int | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+    def __getitem__(self, index: slice) -> Sequence[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int | None] | None:
         if isinstance(index, slice):
             found = self.in_arena[index]
             if None not in found:

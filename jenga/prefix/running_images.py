@@ -172,7 +172,10 @@ class RunningImages:
                 node = self._tree.image(table, content)
                 if node is not None:
                     self._tree.evict(node)
-            named = [page for page, key in enumerate(cache.keys) if key is not None]
+            named = cast(
+                "list[SmallPageId]",
+                [page for page, key in enumerate(cache.keys) if key is not None],
+            )
             unused = [page for page in named if table.pages.stamps[page] >= 0]
             cache.forget(set(named).difference(unused))
             table.discard(unused)

@@ -285,7 +285,7 @@ class Table:
         for page, key in enumerate(keys):
             if key is None or stamps[page] < 0:
                 continue
-            rank = self.pages.rank(page)
+            rank = self.pages.rank(SmallPageId(page))
             if (page in pinned) != (PINNED_RANK <= rank < LOADED_RANK) and rank < LOADED_RANK:
                 msg = f"{self.spec.name!r}: page {page} has rank {rank}, pins {self.pins[page]}"
                 raise InvariantError(msg)
