@@ -1,10 +1,11 @@
 """Numbers of pages and of their owners, as types that a type checker keeps apart.
 
 Page 12 of one page table is not page 12 of another one, and neither is large page 12. At run time
-all are plain integers. They are created where pages are opened, and nowhere else.
+all are plain integers. They get their types where pages are opened. An id that is computed from
+another one is cast, and in loops a whole list of ids at once, because a call for each costs time.
 
-A small page is named by its page table and its id. Small page `k * large + i` is part `i` of large
-page `large`, if a large page has `k` small pages of that page table.
+A small page is identified by its page table and its id. Small page `k * large + i` is part `i` of
+large page `large`, if a large page has `k` small pages of that page table.
 """
 
 from typing import NewType

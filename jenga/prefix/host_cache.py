@@ -273,14 +273,10 @@ class HostCache:
         first = self._time << _PLACE_BITS
         own.release_cached(pages, [first + place for place in range(len(pages))])
         self._stored_bytes += len(pages) * table.spec.small_page_bytes
+        host_page_of = cast("dict[SmallPageId, HostPageId]", page_of)
         return [
-            PageCopy(
-                table_index=index,
-                source=source,
-                target=HostPageId(target),
-                path=CopyPath.TO_HOST,
-            )
-            for source, target in page_of.items()
+            PageCopy(table_index=index, source=source, target=target, path=CopyPath.TO_HOST)
+            for source, target in host_page_of.items()
         ]
 
     def _forget_evicted(self) -> None:
