@@ -16,6 +16,7 @@ from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, check_geometry
+from jenga.page_ids import LargePageId, OwnerId, SmallPageId
 from jenga.policies import NEVER, Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoints import ANSWER_TOKENS
@@ -316,7 +317,7 @@ class Manager:
         facts: RequestFacts | None = None,
         full_tokens: int = 0,
         reserve_large_pages: int = 0,
-    ) -> tuple[list[int], ...]:
+    ) -> tuple[list[SmallPageId], ...]:
         """Give a request slots for its first `num_tokens` tokens. The first call admits it.
 
         Pages that no token from `num_processed_tokens` on reads are given up first, even if the
@@ -385,7 +386,7 @@ class Manager:
         request.num_processed_tokens = num_processed_tokens
         if num_processed_tokens >= request.shrinks_at:
             self._growth.give_up(request)
-        taken: Sequence[list[int]] = self._no_pages
+        taken: Sequence[list[SmallPageId]] = self._no_pages
         if full_tokens or num_tokens >= request.grows_at:
             images = self._images.find(request, num_tokens) if request.facts.images else ()
             try:
@@ -418,7 +419,7 @@ class Manager:
         facts: RequestFacts | None,
         full_tokens: int,
         reserve_large_pages: int,
-    ) -> tuple[list[int], ...]:
+    ) -> tuple[list[SmallPageId], ...]:
         """Do the work of `allocate` for a request that is not running, with checked arguments."""
         facts = new_facts(hit, facts, prompt_tokens=max(full_tokens, num_tokens))
         facts = self._served(facts, 0)
@@ -428,7 +429,7 @@ class Manager:
             start = self.prefix_cache.hits.prepare_start(hit, facts, num_tokens)
         request = Request(
             request_id,
-            self._num_owners + 1,
+            OwnerId(self._num_owners + 1),
             facts,
             len(self._tables),
             start=start,
@@ -588,7 +589,7 @@ class Manager:
         for table in self._tables:
             table.release_request(request)
         self._allocation.forget_promise(request_id)
-        self._allocator.disown(request.owner)
+        self._allocator.release_claim(request.owner)
         del self._requests[request_id]
         self._wait_queue.drop_request(request_id)
 
@@ -669,7 +670,7 @@ class Manager:
         """
         self._checkpoints.keep_written(self._running(request_id))
 
-    def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
+    def keeps_state(self, table_index: int, prefix_hash: bytes, page: SmallPageId) -> bool:
         """Whether a page still holds the state kept in it. Another state may have taken it since.
 
         Raises:
@@ -689,13 +690,14 @@ class Manager:
         """Return copies to make before any kernel of the next step runs, in this order."""
         return self.prefix_cache.copies.take_copies()
 
-    def load_ahead(self, num_tokens: int) -> list[PageCopy]:
+    def prefetch_pages(self, num_tokens: int) -> list[PageCopy]:
         """Return copies from host memory that may run during the kernels of the step about to run.
 
         They bring pages for an admission that was put off (`NotLoadedError`), as many as can
         probably be copied while so many tokens are computed. Call this at most once per step, when
         the whole step is known. Call it before `take_copies`, which returns the copies that make
-        room for these. Make these copies in the same way as those of `save_ahead`, and before them.
+        room for these. Make these copies in the same way as those of `write_back_pages`, and before
+        those.
 
         Args:
             num_tokens: Number of tokens that the step computes.
@@ -707,7 +709,7 @@ class Manager:
         prefetch = self.prefix_cache.prefetch
         return prefetch.prefetch_pages(num_tokens) if prefetch is not None else []
 
-    def save_ahead(self) -> list[PageCopy]:
+    def write_back_pages(self) -> list[PageCopy]:
         """Return copies to host memory that may run during the kernels of the step about to run.
 
         They copy content that the step after it will probably evict. Call this at most once per
@@ -766,7 +768,7 @@ class Manager:
             raise ValueError(msg)
         return self._tables[table_index]
 
-    def page_table(self, request_id: str, table_index: int) -> list[int]:
+    def page_table(self, request_id: str, table_index: int) -> list[SmallPageId]:
         """Return a request's small pages in order, with the null page where a page was given up.
 
         Raises:
@@ -774,7 +776,7 @@ class Manager:
         """
         return list(self._running(request_id).pages.small_pages[self._table(table_index).index])
 
-    def page_tables(self, request_id: str) -> tuple[list[int], ...]:
+    def page_tables(self, request_id: str) -> tuple[list[SmallPageId], ...]:
         """Return all page tables of a request."""
         return tuple(list(pages) for pages in self._running(request_id).pages.small_pages)
 
@@ -854,7 +856,7 @@ class Manager:
         """
         return self._images.is_cached(image)
 
-    def cached_image(self, image: Image) -> dict[int, list[int | None]]:
+    def cached_image(self, image: Image) -> dict[int, list[SmallPageId | None]]:
         """Return where an image is cached: page table of images -> its pages, None for others."""
         return self._images.cached(image)
 
@@ -890,7 +892,7 @@ class Manager:
             raise ValueError(msg)  # noqa: TRY004  the argument is a number
         return policy
 
-    def image_pages(self, request_id: str, table_index: int, number: int) -> list[int]:
+    def image_pages(self, request_id: str, table_index: int, number: int) -> list[SmallPageId]:
         """Return a request's small pages of one image, with the null page where given up.
 
         The list is empty if the request has not begun the image.
@@ -933,7 +935,7 @@ class Manager:
             self.borrowed.check()
 
 
-def _first_pages(lender: Lender, num_large_pages: int, num_tables: int) -> list[int]:
+def _first_pages(lender: Lender, num_large_pages: int, num_tables: int) -> list[LargePageId]:
     """Return the large pages that a lender has lent from the start.
 
     Raises:

@@ -261,8 +261,8 @@ def end_step(manager: Manager, keeper: StateKeeper | None, *, num_tokens: int) -
     """
     copies = manager.take_copies()
     kept = keeper.keep_passed(copies) if keeper is not None else []
-    loaded = manager.load_ahead(num_tokens)
+    loaded = manager.prefetch_pages(num_tokens)
     copies += manager.take_copies()  # copies that make room for these
     # Loads come first, because saved content may overwrite host pages that they read.
-    ahead = [*loaded, *manager.save_ahead()]
+    ahead = [*loaded, *manager.write_back_pages()]
     return StepCopies(copies=tuple(copies), kept=tuple(kept), ahead=tuple(ahead))

@@ -80,7 +80,7 @@ def running(**options):
         ("keep_state", {"request_id": "r", "prefix_hash": b"hash"}, "num_tokens"),
         ("announce", {"request_id": "new", "prefix_hashes": HASHES}, "num_tokens"),
         ("lookup", {"prefix_hashes": HASHES}, "max_tokens"),
-        ("load_ahead", {}, "num_tokens"),
+        ("prefetch_pages", {}, "num_tokens"),
         ("can_ever_fit", {"chunk_tokens": 16}, "num_tokens"),
         ("can_ever_fit", {"num_tokens": 16}, "chunk_tokens"),
         ("page_table", {"request_id": "r"}, "table_index"),

@@ -36,6 +36,17 @@ def prose_of(path):
     return re.sub(r"`[^`\n]*`", "", text)
 
 
+def glossary():
+    """Get the words of the glossary, in order."""
+    table = text_of(ROOT / "docs/concepts.md").partition("| word | meaning |\n|---|---|\n")[2]
+    return re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+
+
+def sources():
+    """Get the texts of all modules of the manager and of the plugin."""
+    return [text_of(path) for path in sorted((ROOT / "jenga").rglob("*.py"))]
+
+
 def links_of(path):
     return re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose_of(path))
 
@@ -222,3 +233,29 @@ def test_figures_are_whole_and_have_a_title(name):
 
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert root.find("{http://www.w3.org/2000/svg}title").text
+
+
+def test_words_of_the_glossary_are_in_order_and_occur_in_the_code():
+    # Words of identifiers are joined by underscores or by capitals.
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])|[_\s-]+", " ", " ".join(sources())).lower()
+    words = glossary()
+
+    assert words == sorted(set(words))
+    unused = [
+        word for word in words if not re.search(rf"\b{re.escape(word.replace('-', ' '))}", text)
+    ]
+    assert not unused
+
+
+def test_words_that_docstrings_define_are_in_the_glossary():
+    defined = {
+        word
+        for text in sources()
+        for docstring in re.findall(r'"""(.*?)"""', text, re.DOTALL)
+        for word in re.findall(r"(?<![*\w`])\*([a-z]+(?: [a-z]+)*)\*(?![*\w`])", docstring)
+    }
+    # A page that a checkpoint pins is pinned.
+    words = {*glossary(), "pinned"}
+
+    assert {"loose", "rank", "in use"} <= defined
+    assert not defined - words

@@ -5,9 +5,9 @@ from operator import sub
 
 from jenga.arena.allocator import Allocator
 from jenga.arena.borrowed_pages import BorrowedPages
-from jenga.arena.large_pages import NULL_PAGE
 from jenga.arena.small_pages import Budget, Sharing
 from jenga.errors import InvariantError, OutOfPagesError
+from jenga.page_ids import NULL_PAGE, SmallPageId
 from jenga.prefix.prefix_cache import PrefixCache
 from jenga.tables.growth import Growth
 from jenga.tables.request import HitStart, Request
@@ -68,7 +68,7 @@ class PageAllocation:
         # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
         self._no_needs = [0] * len(allocator.tables)
-        self.no_pages: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
+        self.no_pages: tuple[list[SmallPageId], ...] = tuple([] for _ in allocator.tables)
 
     def allocate_pages(
         self,
@@ -79,7 +79,7 @@ class PageAllocation:
         full_tokens: int,
         reserve_large_pages: int,
         start: HitStart | None = None,
-    ) -> Sequence[list[int]]:
+    ) -> Sequence[list[SmallPageId]]:
         """Give a request the pages for `num_tokens` tokens.
 
         Args:
@@ -124,10 +124,14 @@ class PageAllocation:
             self._hits.share_pages(start)
             if self._host is not None:
                 self._host.pin_hit(start.hit)
-        taken: Sequence[list[int]] | None = self.no_pages
+        taken: Sequence[list[SmallPageId]] | None = self.no_pages
         if any(needs):
-            apart = needs if request.is_packed else growth.apart(request, needs, expected)
-            taken = self._take_new(request_id, request, needs, apart, reserve_large_pages)
+            expected = (
+                needs
+                if request.is_packed
+                else growth.expect_own_large_pages(request, needs, expected)
+            )
+            taken = self._take_new(request_id, request, needs, expected, reserve_large_pages)
             growth.append(request, taken)
         if start is not None:
             # This comes first, because a loaded page may overwrite a state that was kept.
@@ -162,9 +166,9 @@ class PageAllocation:
         request_id: str,
         request: Request,
         needs: list[int],
-        apart: Sequence[int],
+        expected: Sequence[int],
         reserve_large_pages: int,
-    ) -> list[list[int]]:
+    ) -> list[list[SmallPageId]]:
         """Take new pages, with large pages that can be borrowed at once.
 
         Raises:
@@ -176,7 +180,7 @@ class PageAllocation:
                 log.for_request = request.name
             taken = self._allocator.take(
                 needs,
-                apart,
+                expected,
                 owner=request.owner,
                 reserve_large_pages=reserve_large_pages,
                 held=request.pages.small_pages,
@@ -254,7 +258,7 @@ class PageAllocation:
 
     def _allocate_next(
         self, request: Request, num_tokens: int, reserve_large_pages: int
-    ) -> Sequence[list[int]] | None:
+    ) -> Sequence[list[SmallPageId]] | None:
         """Do the work of `allocate_pages` in the common case: few new pages, and room for them.
 
         That is, each page table needs at most one page, and each could open a large page for it.
@@ -296,7 +300,7 @@ class PageAllocation:
         room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
         if not room.suffices and self.borrowed is not None:
             missing = room.needed_large_pages - room.available_large_pages
-            if self.borrowed.lack(missing):
+            if self.borrowed.borrow_missing(missing):
                 room = self._allocator.room(
                     needs, hits=found, reserve_large_pages=reserve_large_pages
                 )

@@ -120,6 +120,6 @@ class CacheReserve:
             return 0
         num_cached = self._large_pages.reclaimable.num_queued
         if hits is not None:
-            num_cached -= sum(sharing.num_pinned for sharing in hits if sharing is not None)
+            num_cached -= sum(sharing.num_revived_large for sharing in hits if sharing is not None)
         reread_share = (self._reread_tokens + reread_tokens) / asked
         return max(0, min(num_cached, int(self._most_left * reread_share * self.prompt_share**2)))

@@ -19,11 +19,12 @@ Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept, and their co
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.arena.large_pages import NULL_PAGE, LargePages
+from jenga.arena.large_pages import LargePages
 from jenga.arena.small_pages import Budget, Sharing
 from jenga.arena.split_pages import SplitPages
 from jenga.arena.whole_pages import WholePages
 from jenga.checks import check_count
+from jenga.page_ids import NULL_PAGE, LargePageId, OwnerId, SmallPageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Room:
     """Result of asking whether a need can be met.
 
     Attributes:
-        spare_pages: Number of small pages available in pinned large pages, for each page table.
+        spare_pages: Number of small pages available in large pages in use, for each page table.
         needed_large_pages: Number of large pages needed in addition.
         available_large_pages: Number of large pages that are empty or reclaimable, less the
             reserve.
@@ -61,7 +62,7 @@ class Allocator:
         self,
         small_pages_per_large_page: Sequence[int],
         num_large_pages: int,
-        owned: Sequence[int] | None = None,
+        owned: Sequence[LargePageId] | None = None,
     ) -> None:
         """Start with all pages empty.
 
@@ -113,7 +114,7 @@ class Allocator:
             spare = table.num_spare
             sharing = None if hits is None else hits[table.index]
             if sharing is not None:
-                available -= sharing.num_pinned
+                available -= sharing.num_revived_large
                 spare += sharing.added_spare
             if need > spare:
                 needed -= (spare - need) // table.pages_per_large
@@ -129,11 +130,11 @@ class Allocator:
         needs: Sequence[int],
         expected: Sequence[int],
         *,
-        owner: int,
+        owner: OwnerId,
         reserve_large_pages: int = 0,
-        held: Sequence[Sequence[int]] | None = None,
+        held: Sequence[Sequence[SmallPageId]] | None = None,
         is_packed: bool = False,
-    ) -> list[list[int]] | None:
+    ) -> list[list[SmallPageId]] | None:
         """Take small pages in every page table, or none if not all are available.
 
         Args:
@@ -169,7 +170,7 @@ class Allocator:
         if slack < 0:
             return None
         budget = Budget(0 if is_packed else slack)
-        taken: list[list[int]] = []
+        taken: list[list[SmallPageId]] = []
         for index, need in enumerate(needs):
             if need:
                 budget.required = required[index]
@@ -179,10 +180,10 @@ class Allocator:
                 taken.append([])
         return taken
 
-    def disown(self, owner: int) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Release the large pages that an owner has claimed, so that others may take from them."""
         for table in self.tables:
-            table.disown(owner)
+            table.release_claim(owner)
 
     def check(self) -> None:
         """Raise `InvariantError` unless the records of both levels agree."""

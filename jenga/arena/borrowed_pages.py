@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jenga.arena.large_pages import LargePages
-from jenga.arena.ranks import KEPT_RANK, RankClock
+from jenga.arena.ranks import PINNED_RANK, RankClock
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId
 
 BATCHES = 64
 """Number of batches that an arena consists of. Asks and returns are a batch at a time."""
@@ -48,7 +49,7 @@ class News:
             they must be returned as soon as they are not in use.
     """
 
-    granted: list[int]
+    granted: list[LargePageId]
     called: int | None = None
     older_than_s: float = -math.inf
 
@@ -80,11 +81,11 @@ class Lender(Protocol):
         """Return the time of a clock that all engines of the arena share, in seconds."""
         ...
 
-    def first_pages(self) -> list[int]:
+    def first_pages(self) -> list[LargePageId]:
         """Return the large pages of the guarantee. Call this once."""
         ...
 
-    def take_free(self, num_pages: int) -> list[int]:
+    def take_free(self, num_pages: int) -> list[LargePageId]:
         """Return up to `num_pages` free large pages at once. It may take some microseconds."""
         ...
 
@@ -101,7 +102,7 @@ class Lender(Protocol):
         """
         ...
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: list[LargePageId]) -> None:
         """Return large pages, which nothing of this engine touches any more."""
         ...
 
@@ -143,7 +144,7 @@ class _RankTimes:
 
     def time_of(self, rank: int) -> float:
         """Return the time at which a rank was given, or a little before."""
-        index = bisect_right(self._ranks, rank % KEPT_RANK) - 1
+        index = bisect_right(self._ranks, rank % PINNED_RANK) - 1
         return self._times[index] if index >= 0 else -math.inf
 
 
@@ -187,7 +188,7 @@ class BorrowedPages:
         self._on_evicted = on_evicted
         self._is_quiet = is_quiet
         # A step that must not be over before the large pages are returned, and those.
-        self._leaving: deque[tuple[int, list[int]]] = deque()
+        self._leaving: deque[tuple[int, list[LargePageId]]] = deque()
         self._num_leaving = 0
         self._step = 0
         self._called, self._older_than_s = 0, -math.inf
@@ -251,7 +252,7 @@ class BorrowedPages:
             self._is_waiting = False
             self._num_needed = 0
 
-    def lack(self, num_pages: int) -> bool:
+    def borrow_missing(self, num_pages: int) -> bool:
         """Record that large pages are missing for a request. Return whether some came at once.
 
         Otherwise they are asked for. Others may evict checkpoints for them that were used before
@@ -301,7 +302,7 @@ class BorrowedPages:
         if first_rank < 0:
             return math.inf
         rank = self._next_checkpoint_rank()
-        if rank < 0 and first_rank < KEPT_RANK:
+        if rank < 0 and first_rank < PINNED_RANK:
             rank = first_rank
         return self._times.time_of(rank) if rank >= 0 else math.inf
 

@@ -1,27 +1,29 @@
 """Empty small pages of the large pages that one page table holds, and the claims on them."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
-from jenga.arena.best_fit import NO_PAGE, Bins
+from jenga.arena.best_fit import Bins
 from jenga.errors import InvariantError
+from jenga.page_ids import NULL_LARGE_PAGE, NULL_PAGE, LargePageId, OwnerId, SmallPageId
 
-NO_PAGES: list[int] = []
+NO_PAGES: list[SmallPageId] = []
 """Placeholder for the lists of a large page that is not held. It is never written."""
 
 
-class Vacancies:
+class EmptyPages:
     """Empty small pages, by large page.
 
-    A pinned large page is free or claimed. If an owner claims it, others take its empty small pages
+    A large page in use is free or claimed. If an owner claims it, others take its empty small pages
     only when no other small page is empty. A reclaimable large page is idle. Its small pages are
-    taken when it is pinned again.
+    taken when it is in use again.
 
     Attributes:
-        numbers: Large page -> the numbers of its small pages.
-        empties: Large page -> its empty small pages. The last one is taken next.
-        free: Pinned large pages with empty small pages that no owner claims.
-        claimed: Pinned large pages with empty small pages that an owner claims.
+        pages: Large page -> its empty small pages. The last one is taken next.
+        free: Large pages in use with empty small pages that no owner claims.
+        claimed: Large pages in use with empty small pages that an owner claims.
         idle: Reclaimable large pages with empty small pages.
+        ids: Large page -> the ids of its small pages.
         claims: Owner -> the large page that it claims.
         owners: Large page -> the owner that claims it.
     """
@@ -30,46 +32,47 @@ class Vacancies:
         "_pages_per_large",
         "claimed",
         "claims",
-        "empties",
         "free",
         "idle",
-        "numbers",
+        "ids",
         "owners",
+        "pages",
     )
 
     def __init__(self, num_larges: int, pages_per_large: int) -> None:
         self._pages_per_large = pages_per_large
-        self.numbers = [NO_PAGES] * num_larges
-        self.empties = [NO_PAGES] * num_larges
+        self.ids = [NO_PAGES] * num_larges
+        self.pages = [NO_PAGES] * num_larges
         self.free, self.claimed, self.idle = Bins(), Bins(), Bins()
-        self.claims: dict[int, int] = {}
-        self.owners: dict[int, int] = {}
+        self.claims: dict[OwnerId, LargePageId] = {}
+        self.owners: dict[LargePageId, OwnerId] = {}
 
-    def open(self, large: int) -> None:
-        """Add a pinned large page, all of it empty."""
+    def open(self, large: LargePageId) -> None:
+        """Add a large page in use, all of it empty."""
         k = self._pages_per_large
-        numbers = list(range(large * k, (large + 1) * k))
-        self.numbers[large] = numbers
-        self.empties[large] = numbers[::-1]
+        ids = cast("list[SmallPageId]", list(range(large * k, (large + 1) * k)))
+        self.ids[large] = ids
+        self.pages[large] = ids[::-1]
         self.free.add(large, k)
 
-    def open_taken(self, larges: Sequence[int]) -> list[int]:
-        """Add pinned large pages whose small pages are all taken. Return these, in order."""
+    def open_taken(self, larges: Sequence[LargePageId]) -> list[SmallPageId]:
+        """Add large pages in use whose small pages are all taken. Return these, in order."""
         k, pages = self._pages_per_large, list[int]()
+        all_ids = cast("list[list[int]]", self.ids)
         for large in larges:
-            numbers = list(range(large * k, (large + 1) * k))
-            self.numbers[large] = numbers
-            self.empties[large] = []
-            pages += numbers
-        return pages
+            ids = list(range(large * k, (large + 1) * k))
+            all_ids[large] = ids
+            self.pages[large] = []
+            pages += ids
+        return cast("list[SmallPageId]", pages)
 
-    def close(self, large: int) -> None:
+    def close(self, large: LargePageId) -> None:
         """Forget a large page that is in no bin."""
-        self.numbers[large] = self.empties[large] = NO_PAGES
+        self.ids[large] = self.pages[large] = NO_PAGES
 
-    def take(self, large: int, most: int, pages: list[int]) -> int:
-        """Move empty small pages of a pinned large page to `pages`. Return how many were moved."""
-        empties = self.empties[large]
+    def take(self, large: LargePageId, most: int, pages: list[SmallPageId]) -> int:
+        """Move empty small pages of a large page in use to `pages`. Return how many were moved."""
+        empties = self.pages[large]
         num_before = len(empties)
         num_taken = min(most, num_before)
         if num_taken == 1:
@@ -85,14 +88,14 @@ class Vacancies:
                 del self.claims[self.owners.pop(large)]
         return num_taken
 
-    def take_packed(self) -> int:
+    def take_packed(self) -> SmallPageId:
         """Take one small page of the fullest free large page, or the null page if there is none."""
         large = self.free.take_fullest()
-        return self.empties[large].pop() if large != NO_PAGE else NO_PAGE
+        return self.pages[large].pop() if large != NULL_LARGE_PAGE else NULL_PAGE
 
-    def put_back(self, large: int, pages: Sequence[int]) -> int:
-        """Add emptied small pages of a pinned large page. Return how many are empty then."""
-        empties = self.empties[large]
+    def put_back(self, large: LargePageId, pages: Sequence[SmallPageId]) -> int:
+        """Add emptied small pages of a large page in use. Return how many are empty then."""
+        empties = self.pages[large]
         bins = self.claimed if large in self.owners else self.free
         bins.remove(large, len(empties))
         # Backwards, so that consecutive pages are taken in rising order.
@@ -100,45 +103,45 @@ class Vacancies:
         bins.add(large, len(empties))
         return len(empties)
 
-    def put_back_idle(self, large: int, pages: Sequence[int]) -> int:
-        """Do the work of `put_back` for a large page that is not pinned.
+    def put_back_idle(self, large: LargePageId, pages: Sequence[SmallPageId]) -> int:
+        """Do the work of `put_back` for an idle large page.
 
         A large page that is all empty is left in no bin.
         """
-        empties = self.empties[large]
+        empties = self.pages[large]
         self.idle.remove(large, len(empties))
         empties.extend(reversed(pages))
         if len(empties) < self._pages_per_large:
             self.idle.add(large, len(empties))
         return len(empties)
 
-    def claim(self, large: int, owner: int) -> None:
-        """Reserve the empty small pages of a pinned large page, if there are any, for an owner."""
-        num_empty = len(self.empties[large])
+    def claim(self, large: LargePageId, owner: OwnerId) -> None:
+        """Reserve the empty small pages of a large page in use, if there are any, for an owner."""
+        num_empty = len(self.pages[large])
         if num_empty:
             self.free.remove(large, num_empty)
             self.claimed.add(large, num_empty)
             self.claims[owner] = large
             self.owners[large] = owner
 
-    def disown(self, owner: int) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Give up an owner's claim, if it has one."""
-        large = self.claims.pop(owner, NO_PAGE)
-        if large != NO_PAGE:
+        large = self.claims.pop(owner, NULL_LARGE_PAGE)
+        if large != NULL_LARGE_PAGE:
             del self.owners[large]
-            num_empty = len(self.empties[large])
+            num_empty = len(self.pages[large])
             self.claimed.remove(large, num_empty)
             self.free.add(large, num_empty)
 
-    def pin(self, large: int) -> None:
-        """Record that an idle large page becomes pinned."""
-        num_empty = len(self.empties[large])
+    def mark_in_use(self, large: LargePageId) -> None:
+        """Record that an idle large page is in use."""
+        num_empty = len(self.pages[large])
         self.idle.remove(large, num_empty)
         self.free.add(large, num_empty)
 
-    def unpin(self, large: int) -> None:
-        """Record that a pinned large page becomes idle. If all of it is empty, it is in no bin."""
-        num_empty = len(self.empties[large])
+    def mark_idle(self, large: LargePageId) -> None:
+        """Record that a large page in use becomes idle. If all of it is empty, it is in no bin."""
+        num_empty = len(self.pages[large])
         if large in self.owners:
             self.claimed.remove(large, num_empty)
             del self.claims[self.owners.pop(large)]
@@ -147,17 +150,17 @@ class Vacancies:
         if num_empty < self._pages_per_large:
             self.idle.add(large, num_empty)
 
-    def check(self, pinned: Mapping[int, bool]) -> None:
+    def check(self, held: Mapping[LargePageId, bool]) -> None:
         """Raise `InvariantError` unless bins and claims agree with the large pages.
 
         Args:
-            pinned: Held large page -> whether it is pinned.
+            held: Held large page -> whether it is in use.
         """
-        bins: dict[str, dict[int, int]] = {"free": {}, "claimed": {}, "idle": {}}
-        for large, is_pinned in pinned.items():
-            if self.empties[large]:
-                name = "idle" if not is_pinned else "claimed" if large in self.owners else "free"
-                bins[name][large] = len(self.empties[large])
+        bins: dict[str, dict[LargePageId, int]] = {"free": {}, "claimed": {}, "idle": {}}
+        for large, is_in_use in held.items():
+            if self.pages[large]:
+                name = "idle" if not is_in_use else "claimed" if large in self.owners else "free"
+                bins[name][large] = len(self.pages[large])
         self.free.check(bins["free"])
         self.claimed.check(bins["claimed"])
         self.idle.check(bins["idle"])

@@ -1,36 +1,38 @@
 """Evictable small pages of the large pages that one page table holds, in eviction order.
 
 A large page without a user is evicted as a whole. The order of small pages therefore matters only
-in pinned large pages. It is built on the first request for it, because most large pages are given
+in large pages in use. It is built on the first request for it, because most large pages are given
 away without one.
 
-A small page that no checkpoint needs is *loose*. Loose pages of pinned large pages are evicted
+A small page that no checkpoint needs is *loose*. Loose pages of large pages in use are evicted
 before everything else, and those of the fullest large page first. By age alone, the pages that a
-request takes would be scattered over many large pages, and each of these would stay pinned because
+request takes would be scattered over many large pages, and each of these would stay in use because
 of it.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
-from jenga.arena.best_fit import NO_PAGE, Bins
-from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
-from jenga.arena.ranks import KEPT_RANK
+from jenga.arena.best_fit import Bins
+from jenga.arena.eviction_queue import NOT_QUEUED, EvictionQueue
+from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
+from jenga.page_ids import NULL_PAGE, LargePageId, SmallPageId
 
 NO_ORDER: list[int] = []
 """Placeholder for an order that was not built. It is never written."""
 
 
-class Evictables:
+class EvictablePages:
     """Ranks of evictable small pages. The lowest rank is evicted first.
 
     Attributes:
         stamps: Small page -> its rank if it is evictable, else `NOT_QUEUED`.
         eldest: Large page -> lower bound of the ranks of its evictable small pages.
         youngest: Large page -> upper bound of these ranks, which is the rank of its last use.
-        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks,
+        in_use: Large pages in use with evictable small pages, by a lower bound of their ranks,
             except those in `loose`.
-        loose: Pinned large page with loose small pages -> number of its small pages without a user.
+        loose: Large page in use with loose small pages -> number of its small pages without a user.
     """
 
     __slots__ = (
@@ -38,8 +40,8 @@ class Evictables:
         "_orders",
         "_pages_per_large",
         "eldest",
+        "in_use",
         "loose",
-        "pinned",
         "stamps",
         "youngest",
     )
@@ -49,39 +51,41 @@ class Evictables:
         self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
         self.eldest = [0] * num_larges
         self.youngest = [0] * num_larges
-        self.pinned = VictimQueue(num_larges)
-        self.loose: dict[int, int] = {}
+        self.in_use: EvictionQueue[LargePageId] = EvictionQueue(num_larges)
+        self.loose: dict[LargePageId, int] = {}
         self._fullest = Bins()  # the pages of `loose`, by that number
         # For each large page, entries of its evictable small pages in order. Some may be stale.
         self._orders = [NO_ORDER] * num_larges
 
-    def open(self, larges: Sequence[int]) -> None:
+    def open(self, larges: Sequence[LargePageId]) -> None:
         """Add large pages without evictable small pages."""
         for large in larges:
             self.youngest[large] = 0
 
-    def close(self, large: int) -> None:
+    def close(self, large: LargePageId) -> None:
         """Forget a large page without evictable small pages."""
         self._orders[large] = NO_ORDER
 
-    def pin(self, large: int) -> None:
-        """Allow evictable small pages of a large page to be evicted one by one."""
+    def enqueue(self, large: LargePageId) -> None:
+        """Queue a large page in use, so that its evictable small pages are evicted one by one."""
         if large not in self.loose:
-            self.pinned.push(large, self.eldest[large])
+            self.in_use.push(large, self.eldest[large])
 
-    def unpin(self, large: int) -> None:
-        """Record that small pages of a large page are not evicted one by one, if any were."""
+    def dequeue(self, large: LargePageId) -> None:
+        """Take a large page out of the queue, if it is there: no small page is evicted alone."""
         if large in self.loose:
             self._fullest.remove(large, self.loose.pop(large))
         else:
-            self.pinned.drop(large)
+            self.in_use.drop(large)
 
-    def recount(self, large: int, num_unused: int) -> None:
+    def recount(self, large: LargePageId, num_unused: int) -> None:
         """Record how many small pages of a large page in `loose` have no user."""
         self._fullest.move(large, self.loose[large], num_unused)
         self.loose[large] = num_unused
 
-    def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
+    def add(
+        self, large: LargePageId, page: SmallPageId, rank: int, *, is_first: bool, goes_alone: bool
+    ) -> None:
         """Record that one small page became evictable.
 
         Args:
@@ -89,7 +93,7 @@ class Evictables:
             page: The small page.
             rank: Its rank.
             is_first: Whether no other small page of its large page is evictable.
-            goes_alone: Whether its large page stays pinned.
+            goes_alone: Whether its large page stays in use.
         """
         self.stamps[page] = rank
         if is_first or rank < self.eldest[large]:
@@ -97,17 +101,17 @@ class Evictables:
         self.youngest[large] = max(self.youngest[large], rank)
         if self._orders[large]:
             self._go_on(large, page, rank)
-        if goes_alone and (self.pinned.stamps[large] < 0 or self.pinned.rank(large) > rank):
-            self.pin(large)
+        if goes_alone and (self.in_use.stamps[large] < 0 or self.in_use.rank(large) > rank):
+            self.enqueue(large)
 
-    def rerank(self, large: int, page: int, rank: int, *, goes_alone: bool) -> None:
+    def rerank(self, large: LargePageId, page: SmallPageId, rank: int, *, goes_alone: bool) -> None:
         """Give an evictable small page another rank.
 
         Args:
             large: Its large page.
             page: The small page.
             rank: Its new rank.
-            goes_alone: Whether its large page is pinned.
+            goes_alone: Whether its large page is in use.
         """
         old, k = self.stamps[page], self._pages_per_large
         self.stamps[page] = rank
@@ -118,10 +122,10 @@ class Evictables:
             self.youngest[large] = max(self.youngest[large], rank)
         if self._orders[large]:
             self._go_on(large, page, rank)
-        if goes_alone and self.pinned.rank(large) > rank:
-            self.pin(large)
+        if goes_alone and self.in_use.rank(large) > rank:
+            self.enqueue(large)
 
-    def note_whole(self, large: int, lowest: int, highest: int) -> None:
+    def note_whole(self, large: LargePageId, lowest: int, highest: int) -> None:
         """Record that all small pages of a large page became evictable at once.
 
         Args:
@@ -132,13 +136,15 @@ class Evictables:
         self.eldest[large], self.youngest[large] = lowest, highest
         self._orders[large] = NO_ORDER
 
-    def note_row(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
+    def note_run(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
         """Do the work of `note_whole` for consecutive large pages, with the ranks of each."""
         first, end = larges.start, larges.stop
         self.eldest[first:end], self.youngest[first:end] = lowest, highest
         self._orders[first:end] = [NO_ORDER] * len(larges)
 
-    def note(self, large: int, page: int, num_pages: int, lowest: int, highest: int) -> None:
+    def note(
+        self, large: LargePageId, page: SmallPageId, num_pages: int, lowest: int, highest: int
+    ) -> None:
         """Record that small pages of a large page became evictable, in addition to others.
 
         Args:
@@ -155,7 +161,7 @@ class Evictables:
         else:
             self._orders[large] = NO_ORDER
 
-    def _go_on(self, large: int, page: int, rank: int) -> None:
+    def _go_on(self, large: LargePageId, page: SmallPageId, rank: int) -> None:
         """Append a small page to the order of a large page, or drop the order.
 
         It is dropped if the rank is too low for its end, or if it has too many entries.
@@ -167,52 +173,52 @@ class Evictables:
         else:
             self._orders[large] = NO_ORDER
 
-    def find_loose(self, used: Sequence[int]) -> int:
-        """Return the fullest pinned large page with loose small pages, or the null page.
+    def find_loose(self, used: Sequence[int]) -> LargePageId:
+        """Return the fullest large page in use with loose small pages, or the null page.
 
         Args:
             used: Large page -> number of its small pages that have a user.
         """
-        pinned, loose, k = self.pinned, self.loose, self._pages_per_large
-        while 0 <= pinned.peek_rank() < KEPT_RANK:
-            large = pinned.peek()
-            pinned.drop(large)
+        in_use, loose, k = self.in_use, self.loose, self._pages_per_large
+        while 0 <= in_use.peek_rank() < PINNED_RANK:
+            large = in_use.peek()
+            in_use.drop(large)
             loose[large] = k - used[large]
             self._fullest.add(large, loose[large])
         while large := self._fullest.fullest():
             rank = self._valid_order(large)[0] // len(self.stamps)
-            if rank < KEPT_RANK:
+            if rank < PINNED_RANK:
                 break
             self._fullest.remove(large, loose.pop(large))
-            pinned.push(large, rank)
+            in_use.push(large, rank)
         return large
 
-    def take_loose(self, large: int) -> int:
+    def take_loose(self, large: LargePageId) -> SmallPageId:
         """Take the first small page of the order of the large page that `find_loose` returned.
 
         It is not evictable any more.
         """
-        page = self._orders[large].pop(0) % len(self.stamps)
+        page = SmallPageId(self._orders[large].pop(0) % len(self.stamps))
         self.stamps[page] = NOT_QUEUED
         return page
 
-    def take_first(self) -> int:
-        """Take the small page of pinned large pages that is next. It is not evictable any more.
+    def take_first(self) -> SmallPageId:
+        """Take the small page of large pages in use that is next. It is not evictable any more.
 
         Large pages are ordered by a lower bound of their ranks. If the first bound is too low, it
         is corrected and the null page is returned.
         """
-        large = self.pinned.peek()
+        large = self.in_use.peek()
         order = self._valid_order(large)
         rank, page = divmod(order[0], len(self.stamps))
-        if rank > self.pinned.rank(large):
-            self.pinned.push(large, rank)
-            return NO_PAGE
+        if rank > self.in_use.rank(large):
+            self.in_use.push(large, rank)
+            return NULL_PAGE
         del order[0]
         self.stamps[page] = NOT_QUEUED
-        return page
+        return SmallPageId(page)
 
-    def _valid_order(self, large: int) -> list[int]:
+    def _valid_order(self, large: LargePageId) -> list[int]:
         """Return the order of a large page's evictable small pages, without stale first entries."""
         stamps, num_stamps, k = self.stamps, len(self.stamps), self._pages_per_large
         order = self._orders[large]
@@ -226,21 +232,22 @@ class Evictables:
         del order[:num_stale]
         return order
 
-    def pages_of(self, large: int) -> list[int]:
+    def pages_of(self, large: LargePageId) -> list[SmallPageId]:
         """Return the evictable small pages of a large page."""
         stamps, k = self.stamps, self._pages_per_large
-        return [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        pages = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        return cast("list[SmallPageId]", pages)
 
-    def next_alone(self, most: int) -> list[int]:
-        """Return up to `most` small pages of pinned large pages that are evicted next, roughly."""
+    def next_alone(self, most: int) -> list[SmallPageId]:
+        """Return up to `most` small pages of large pages in use that are evicted next, roughly."""
         rank_of = self.stamps.__getitem__
-        first: list[int] = []
+        first: list[SmallPageId] = []
         for large in self._fullest.in_order():
             first += sorted(self.pages_of(large), key=rank_of)
             if len(first) >= most:
                 return first[:most]
-        pages: list[int] = []
-        for large in self.pinned.in_order():
+        pages: list[SmallPageId] = []
+        for large in self.in_use.in_order():
             pages += self.pages_of(large)
             # Large pages are ordered by a lower bound. Pages of the next one may be evicted before
             # these.
@@ -249,14 +256,14 @@ class Evictables:
         pages.sort(key=rank_of)
         return (first + pages)[:most]
 
-    def take_all(self, large: int) -> list[int]:
+    def take_all(self, large: LargePageId) -> list[SmallPageId]:
         """Return the evictable small pages of a large page. They are not evictable any more."""
         stamps, pages = self.stamps, self.pages_of(large)
         for page in pages:
             stamps[page] = NOT_QUEUED
         return pages
 
-    def remove(self, large: int, pages: Sequence[int]) -> int:
+    def remove(self, large: LargePageId, pages: Sequence[SmallPageId]) -> int:
         """Record that pages of a large page became empty. Return how many are left evictable."""
         stamps, k = self.stamps, self._pages_per_large
         lost_youngest = False
@@ -271,27 +278,27 @@ class Evictables:
 
     def check_queues(self, used: Sequence[int]) -> None:
         """Raise `InvariantError` unless the queues are consistent and agree with the used pages."""
-        self.pinned.check()
+        self.in_use.check()
         self._fullest.check({large: self._pages_per_large - used[large] for large in self.loose})
         self._fullest.check(self.loose)
 
-    def check(self, large: int, *, is_pinned: bool) -> None:
+    def check(self, large: LargePageId, *, is_in_use: bool) -> None:
         """Raise `InvariantError` unless bounds and order of a large page agree with its pages."""
         k, order = self._pages_per_large, self._orders[large]
         pages = range(large * k, (large + 1) * k)
         ranks = {page: self.stamps[page] for page in pages if self.stamps[page] >= 0}
         lowest, highest = min(ranks.values(), default=0), max(ranks.values(), default=0)
         entries = {rank * len(self.stamps) + page for page, rank in ranks.items()}
-        goes_alone = bool(ranks) and is_pinned
-        is_queued, is_loose = self.pinned.stamps[large] >= 0, large in self.loose
+        goes_alone = bool(ranks) and is_in_use
+        is_queued, is_loose = self.in_use.stamps[large] >= 0, large in self.loose
         problems = {
             "evictable pages missing in the order": order and not entries <= set(order),
             "an order that does not rise": order != sorted(set(order)),
-            "pinned victims not queued, or twice": goes_alone and is_queued == is_loose,
-            "loose without pinned victims": is_loose and not goes_alone,
+            "evictable pages not queued, or twice": goes_alone and is_queued == is_loose,
+            "loose without evictable pages, or not in use": is_loose and not goes_alone,
             "rank of the oldest not a lower bound": is_queued
             and goes_alone
-            and self.pinned.rank(large) > lowest,
+            and self.in_use.rank(large) > lowest,
             "rank of the eldest too high": ranks and self.eldest[large] > lowest,
             "rank of the youngest too low": self.youngest[large] < highest,
         }

@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, merge
 from itertools import accumulate, chain, pairwise, repeat
+from typing import Generic, TypeVar, cast
 
 from jenga.errors import InvariantError
 
 NOT_QUEUED = -1
-"""Stamp of an item that is not in a queue. `VictimQueue.peek` returns it if the queue is empty."""
+"""Stamp of an item that is in no queue. `EvictionQueue.peek` returns it if the queue is empty."""
+
+Item = TypeVar("Item", bound=int)
+"""Kind of ids that a queue holds."""
 
 SLACK_ENTRIES = 64
 """Number of stale entries that a queue may always hold.
@@ -24,7 +28,7 @@ NUM_LANES = 4
 """Number of lanes. Ranks come in a few levels, each of which rises with time."""
 
 
-class VictimQueue:
+class EvictionQueue(Generic[Item]):
     """Items `0..num_items - 1` by rank, lowest first, with lazy removal.
 
     An entry is `rank * num_items + item`. `stamps[item]` is the item's valid entry. Any other entry
@@ -55,7 +59,7 @@ class VictimQueue:
         self.stamps = [NOT_QUEUED] * num_items
         self.num_queued = 0
 
-    def push(self, item: int, rank: int) -> None:
+    def push(self, item: Item, rank: int) -> None:
         """Queue an item, or change the rank of a queued one."""
         entry = rank * self._num_items + item
         stamps = self.stamps
@@ -82,7 +86,7 @@ class VictimQueue:
                 return lane
         return None
 
-    def extend(self, items: Sequence[int], ranks: Sequence[int]) -> None:
+    def extend(self, items: Sequence[Item], ranks: Sequence[int]) -> None:
         """Queue items, none of which is queued yet. A range of them must rise by one."""
         if not items:
             return
@@ -110,13 +114,13 @@ class VictimQueue:
         if self._num_entries > 2 * self.num_queued + SLACK_ENTRIES:
             self._shrink()
 
-    def drop(self, item: int) -> None:
+    def drop(self, item: Item) -> None:
         """Remove an item. Do nothing if it is not queued."""
         if self.stamps[item] >= 0:
             self.stamps[item] = NOT_QUEUED
             self.num_queued -= 1
 
-    def drop_many(self, items: Sequence[int]) -> None:
+    def drop_many(self, items: Sequence[Item]) -> None:
         """Remove items, all of which are queued. A range of them must rise by one."""
         stamps = self.stamps
         if isinstance(items, range):
@@ -126,21 +130,21 @@ class VictimQueue:
                 stamps[item] = NOT_QUEUED
         self.num_queued -= len(items)
 
-    def peek(self) -> int:
+    def peek(self) -> Item:
         """Return the item that is evicted next, or `NOT_QUEUED`."""
         entry = self._first()
-        return entry % self._num_items if entry >= 0 else NOT_QUEUED
+        return cast("Item", entry % self._num_items if entry >= 0 else NOT_QUEUED)
 
     def peek_rank(self) -> int:
         """Return the rank of the item that is evicted next, or `NOT_QUEUED`."""
         entry = self._first()
         return entry // self._num_items if entry >= 0 else NOT_QUEUED
 
-    def rank(self, item: int) -> int:
+    def rank(self, item: Item) -> int:
         """Return the rank of a queued item."""
         return self.stamps[item] // self._num_items
 
-    def in_order(self) -> Iterator[int]:
+    def in_order(self) -> Iterator[Item]:
         """Yield the items in eviction order. The queue must not change meanwhile."""
         self._first()
         num_items, stamps, last = self._num_items, self.stamps, NOT_QUEUED
@@ -149,7 +153,7 @@ class VictimQueue:
             # An item that came in again with the rank it had has an entry twice.
             if stamps[item] == entry != last:
                 last = entry
-                yield item
+                yield cast("Item", item)
 
     def clear(self) -> None:
         """Remove every item."""

@@ -1,22 +1,25 @@
-"""Rows: consecutive page numbers, as pages that were taken together usually have.
+"""Runs: consecutive page ids, as pages that were taken together usually have.
 
-Asking or storing something for each page of a list takes an iteration of Python's loop. For a row
-it takes one slice. Rows are found by comparison with lists of consecutive numbers, which is fastest
+Asking or storing something for each page of a list takes an iteration of Python's loop. For a run
+it takes one slice. Runs are found by comparison with lists of consecutive ids, which is fastest
 if both hold the same int objects. The allocator therefore hands out pages from such lists.
 """
 
 from collections.abc import Sequence
 from itertools import compress, count, groupby
 from operator import ne
+from typing import cast
+
+from jenga.page_ids import LargePageId, SmallPageId
 
 FIRST_COMPARED = 16
 """Number of elements compared at once at first. It doubles while all are equal."""
 
-LEAST_ROW = 8
-"""Number of pages of the shortest row that is worth a slice. Shorter ones count as scattered."""
+LEAST_RUN = 8
+"""Number of pages of the shortest run that is worth a slice. Shorter ones count as scattered."""
 
-LONG_ROW = 32
-"""Shortest row that is searched if large pages have fewer than `LEAST_ROW` small pages."""
+LONG_RUN = 32
+"""Shortest run that is searched if large pages have fewer than `LEAST_RUN` small pages."""
 
 
 def num_equal(these: Sequence[object], others: Sequence[object]) -> int:
@@ -26,18 +29,18 @@ def num_equal(these: Sequence[object], others: Sequence[object]) -> int:
     return next(compress(count(), map(ne, these, others)), min(len(these), len(others)))
 
 
-def row_end(
+def run_end(
     pages: Sequence[object],
     start: int,
     numbers: Sequence[object],
     place: int,
     end: int | None = None,
 ) -> int:
-    """Return one past the last page of the row that begins at `start`.
+    """Return one past the last page of the run that begins at `start`.
 
     Args:
         pages: Pages, some of which are consecutive.
-        start: Index of the first page of the row.
+        start: Index of the first page of the run.
         numbers: Consecutive numbers.
         place: Index of the first page's number in `numbers`.
         end: Upper limit of the answer. By default, all pages.
@@ -55,12 +58,12 @@ def row_end(
     return start
 
 
-def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int, bool]]:
-    """Divide pages into rows and scattered pages, as (start, end, whether a row).
+def stretches_of(pages: Sequence[int], ids: Sequence[int]) -> list[tuple[int, int, bool]]:
+    """Divide pages into runs and scattered pages, as (start, end, whether a run).
 
     Args:
         pages: Pages to divide.
-        numbers: All numbers up to the greatest page, each at its own index.
+        ids: All ids up to the greatest page, each at its own index.
     """
     stretches: list[tuple[int, int, bool]] = []
     scattered = end = 0
@@ -69,8 +72,8 @@ def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int
         start = end
         end += 1
         if end < num_pages and pages[end] == pages[start] + 1:
-            end = row_end(pages, start, numbers, pages[start])
-            if end - start >= LEAST_ROW:
+            end = run_end(pages, start, ids, pages[start])
+            if end - start >= LEAST_RUN:
                 if scattered < start:
                     stretches.append((scattered, start, False))
                 stretches.append((start, end, True))
@@ -80,82 +83,82 @@ def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int
     return stretches
 
 
-def runs_of(
-    pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
-) -> list[tuple[int, int, int, bool]]:
-    """Divide pages by large page, as (large page, start, end, whether a row).
+def parts_by_large(
+    pages: Sequence[SmallPageId], pages_per_large: int, ids: Sequence[Sequence[SmallPageId]]
+) -> list[tuple[LargePageId, int, int, bool]]:
+    """Divide pages by large page, as (large page, start, end, whether a run).
 
     Args:
         pages: Pages to divide.
         pages_per_large: Number of small pages of a large page.
-        numbers: Large page -> the numbers of its small pages.
+        ids: Large page -> the ids of its small pages.
     """
-    runs: list[tuple[int, int, int, bool]] = []
+    parts: list[tuple[int, int, int, bool]] = []
     end, num_pages = 0, len(pages)
     if num_pages == 1:
-        return [(pages[0] // pages_per_large, 0, 1, False)]
-    if pages_per_large < LEAST_ROW:
-        for large, run in groupby([page // pages_per_large for page in pages]):
-            start, end = end, end + len(list(run))
-            runs.append((large, start, end, False))
-        return runs
+        return [(cast("LargePageId", pages[0] // pages_per_large), 0, 1, False)]
+    if pages_per_large < LEAST_RUN:
+        for large, part in groupby([page // pages_per_large for page in pages]):
+            start, end = end, end + len(list(part))
+            parts.append((large, start, end, False))
+        return cast("list[tuple[LargePageId, int, int, bool]]", parts)
     while end < num_pages:
         start = end
         large, place = divmod(pages[start], pages_per_large)
-        row = numbers[large]
+        run = ids[large]
         end = start + pages_per_large - place
-        in_row = pages[start:end] == (row[place:] if place else row)
-        if not in_row:
-            end = last = row_end(pages, start, row, place)
+        in_run = pages[start:end] == (run[place:] if place else run)
+        if not in_run:
+            end = last = run_end(pages, start, run, place)
             while end < num_pages and pages[end] // pages_per_large == large:
                 end += 1
-            in_row = end == last > start + 1
-        runs.append((large, start, end, in_row))
-    return runs
+            in_run = end == last > start + 1
+        parts.append((large, start, end, in_run))
+    return cast("list[tuple[LargePageId, int, int, bool]]", parts)
 
 
-def large_rows_of(
-    pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
+def large_runs_of(
+    pages: Sequence[SmallPageId], pages_per_large: int, ids: Sequence[Sequence[SmallPageId]]
 ) -> list[tuple[int, int, bool]]:
-    """Divide pages into rows, within one large page or of whole large pages, and others.
+    """Divide pages into runs, within one large page or of whole large pages, and others.
 
-    If large pages have few small pages, examining each would take too long. Then only long rows of
+    If large pages have few small pages, examining each would take too long. Then only long runs of
     whole large pages are found, and the pages between them may be in several large pages.
 
     Args:
         pages: Pages to divide.
         pages_per_large: Number of small pages of a large page.
-        numbers: Large page -> the numbers of its small pages.
+        ids: Large page -> the ids of its small pages.
 
     Returns:
-        (start, end, whether a row) in order.
+        (start, end, whether a run) in order.
     """
-    if pages_per_large < LEAST_ROW:
-        return _long_rows_of(pages, pages_per_large)
+    if pages_per_large < LEAST_RUN:
+        return _long_runs_of(pages, pages_per_large)
     stretches: list[tuple[int, int, bool]] = []
-    next_large = row_start = 0  # next large page, and start, of the present row of whole ones
-    for large, start, end, in_row in runs_of(pages, pages_per_large, numbers):
-        is_whole = in_row and end - start == pages_per_large
+    next_large = run_start = 0  # next large page, and start, of the present run of whole ones
+    for large, start, end, in_run in parts_by_large(pages, pages_per_large, ids):
+        is_whole = in_run and end - start == pages_per_large
         if is_whole and large == next_large:
-            stretches[-1] = (row_start, end, True)
+            stretches[-1] = (run_start, end, True)
         else:
-            stretches.append((start, end, in_row))
-            row_start = start
+            stretches.append((start, end, in_run))
+            run_start = start
         next_large = large + 1 if is_whole else 0
     return stretches
 
 
-def _long_rows_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int, int, bool]]:
-    """Do the work of `large_rows_of` if large pages have few small pages."""
+def _long_runs_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int, int, bool]]:
+    """Do the work of `large_runs_of` if large pages have few small pages."""
     stretches: list[tuple[int, int, bool]] = []
     scattered = start = 0
     num_pages = len(pages)
     while start < num_pages:
-        last = start + LONG_ROW - 1
-        if last >= num_pages or pages[last] != pages[start] + LONG_ROW - 1:
-            start += LONG_ROW
+        last = start + LONG_RUN - 1
+        if last >= num_pages or pages[last] != pages[start] + LONG_RUN - 1:
+            start += LONG_RUN
             continue
-        end = start + row_length(pages, start)
+        end = start + run_length(pages, start)
         first = start + -pages[start] % pages_per_large
         end -= (end - first) % pages_per_large
         if end - first >= 2 * pages_per_large:
@@ -169,9 +172,9 @@ def _long_rows_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int,
     return stretches
 
 
-def row_length(pages: Sequence[int], start: int) -> int:
-    """Return the number of pages of the row that begins at an index."""
-    first, length, num_compared = pages[start], 0, LONG_ROW
+def run_length(pages: Sequence[int], start: int) -> int:
+    """Return the number of pages of the run that begins at an index."""
+    first, length, num_compared = pages[start], 0, LONG_RUN
     while start + length < len(pages):
         some = pages[start + length : start + length + num_compared]
         num_equals = num_equal(some, list(range(first + length, first + length + len(some))))

@@ -1,9 +1,9 @@
 """Ranks in the eviction queue for cached pages without a user. The lowest is evicted first."""
 
-KEPT_RANK = 1 << 48
+PINNED_RANK = 1 << 48
 """Lowest rank of pages that a checkpoint needs. They are evicted with the checkpoint."""
 
-LOADED_RANK = 2 * KEPT_RANK
+LOADED_RANK = 2 * PINNED_RANK
 """Lowest rank of pages loaded from host memory for a request that will be admitted next."""
 
 
@@ -24,19 +24,19 @@ class RankClock:
         """The lowest rank of pages that no checkpoint needs, as far as it was not given yet."""
         return self._next
 
-    def loose(self, num_pages: int) -> range:
+    def loose_ranks(self, num_pages: int) -> range:
         """Return ranks for pages that no checkpoint needs."""
         first = self._next
         self._next = first + num_pages
         return range(first + num_pages - 1, first - 1, -1)
 
-    def kept(self, num_pages: int) -> range:
+    def pinned_ranks(self, num_pages: int) -> range:
         """Return ranks for pages that checkpoints need."""
-        first = KEPT_RANK + self._next
+        first = PINNED_RANK + self._next
         self._next += num_pages
         return range(first + num_pages - 1, first - 1, -1)
 
-    def loaded(self, num_pages: int) -> range:
+    def loaded_ranks(self, num_pages: int) -> range:
         """Return ranks for pages that will be read soon."""
         first = LOADED_RANK + self._next
         self._next += num_pages

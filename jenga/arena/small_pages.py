@@ -8,9 +8,11 @@ others. The allocator asks both the same questions.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
+from typing import cast
 
 from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId, SmallPageId
 
 
 class Budget:
@@ -45,22 +47,22 @@ class Sharing:
 
     Attributes:
         pages: The small pages, each used or evictable.
-        revived: Evictable ones among them, in stretches. A stretch is a range if it is a row.
+        revived: Evictable ones among them, in stretches. A stretch is a range if it is a run.
         revived_of: Large page -> number of its evictable small pages. Empty if each large page has
             only one small page.
-        num_pinned: Number of large pages that sharing would pin.
+        num_revived_large: Number of reclaimable large pages that sharing would put to use.
         added_spare: Number that sharing would add to `num_spare`.
-        whole: Rows of large pages with all small pages evictable. They are not in `revived_of`.
+        whole: Ranges of large pages with all small pages evictable. They are not in `revived_of`.
         repeated: Small pages that get a further user for each time they are in this list.
     """
 
-    pages: Sequence[int]
-    revived: Sequence[Sequence[int]]
-    revived_of: Mapping[int, int]
-    num_pinned: int
+    pages: Sequence[SmallPageId]
+    revived: Sequence[Sequence[SmallPageId]]
+    revived_of: Mapping[LargePageId, int]
+    num_revived_large: int
     added_spare: int
-    whole: Sequence[range] = ()
-    repeated: Sequence[int] = ()
+    whole: Sequence[Sequence[LargePageId]] = ()
+    repeated: Sequence[SmallPageId] = ()
 
     @property
     def num_revived(self) -> int:
@@ -68,12 +70,14 @@ class Sharing:
         return sum(map(len, self.revived))
 
 
-def unused_of(pages: Sequence[int], stamps: Sequence[int], *, in_row: bool) -> Sequence[int]:
-    """Return the evictable pages among used or evictable ones, as a range for a whole row."""
-    if in_row:
+def unused_of(
+    pages: Sequence[SmallPageId], stamps: Sequence[int], *, in_run: bool
+) -> Sequence[SmallPageId]:
+    """Return the evictable pages among used or evictable ones, as a range for a whole run."""
+    if in_run:
         first, end = pages[0], pages[-1] + 1
         if NOT_QUEUED not in stamps[first:end]:
-            return range(first, end)
+            return cast("Sequence[SmallPageId]", range(first, end))
     return [page for page in pages if stamps[page] >= 0]
 
 
@@ -86,31 +90,35 @@ def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
             stamps[page] = stamp
 
 
-def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int]) -> None:
+def add_users(
+    extra_users: dict[SmallPageId, int], pages: Sequence[SmallPageId], stamps: Sequence[int]
+) -> None:
     """Add a user to those of the pages that are used."""
     for page in pages:
         if stamps[page] < 0:
-            shares[page] = shares.get(page, 0) + 1
+            extra_users[page] = extra_users.get(page, 0) + 1
 
 
-def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
+def remove_users(
+    extra_users: dict[SmallPageId, int], pages: Sequence[SmallPageId]
+) -> list[SmallPageId]:
     """Remove one user from each page. Return the pages that have none left, in order."""
-    unused: list[int] = []
+    unused: list[SmallPageId] = []
     for page in pages:
-        others = shares.get(page, 0)
+        others = extra_users.get(page, 0)
         if others > 1:
-            shares[page] = others - 1
+            extra_users[page] = others - 1
         elif others:
-            del shares[page]
+            del extra_users[page]
         else:
             unused.append(page)
     return unused
 
 
-def check_shares(shares: dict[int, int], used: set[int]) -> None:
+def check_extra_users(extra_users: dict[SmallPageId, int], used: set[SmallPageId]) -> None:
     """Raise `InvariantError` unless only used pages have more than one user."""
-    if not used.issuperset(shares) or any(count < 1 for count in shares.values()):
-        msg = f"shares {shares} are not of the used pages {sorted(used)}"
+    if not used.issuperset(extra_users) or any(count < 1 for count in extra_users.values()):
+        msg = f"extra users {extra_users} are not of the used pages {sorted(used)}"
         raise InvariantError(msg)
 
 

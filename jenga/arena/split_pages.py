@@ -1,25 +1,26 @@
 """Small pages of page tables that have several in a large page.
 
-A held large page is *pinned* while one of its small pages is used, else *reclaimable*.
+A held large page is *in use* while one of its small pages is used, else *reclaimable*.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
-from jenga.arena.best_fit import NO_PAGE
 from jenga.arena.eviction_queue import NOT_QUEUED
-from jenga.arena.page_runs import large_rows_of, runs_of
+from jenga.arena.page_runs import large_runs_of, parts_by_large
 from jenga.arena.small_pages import (
     Budget,
     Sharing,
     add_users,
     extremes,
     extremes_of_parts,
+    remove_users,
     rising,
     set_stamps,
-    unshare,
 )
 from jenga.arena.split_books import SplitBooks
 from jenga.errors import InvariantError
+from jenga.page_ids import NULL_LARGE_PAGE, NULL_PAGE, LargePageId, OwnerId, SmallPageId
 
 
 class SplitPages(SplitBooks):
@@ -34,38 +35,38 @@ class SplitPages(SplitBooks):
 
     # Sharing
 
-    def share(self, pages: Sequence[int]) -> None:
+    def share_pages(self, pages: Sequence[SmallPageId]) -> None:
         """Add a user to each page, which is used or evictable."""
-        self.use(self.sharing(pages))
+        self.share_prepared(self.prepare_sharing(pages))
 
-    def use(self, sharing: Sharing) -> None:
-        """Add a user to pages, as prepared by `sharing`."""
+    def share_prepared(self, sharing: Sharing) -> None:
+        """Add a user to pages, as prepared by `prepare_sharing`."""
         stamps, num_revived = self.stamps, sharing.num_revived
         if num_revived < len(sharing.pages):
-            add_users(self.shares, sharing.pages, stamps)
+            add_users(self.extra_users, sharing.pages, stamps)
         for pages in sharing.revived:
             set_stamps(stamps, pages, NOT_QUEUED)
         used, k = self._used, self.pages_per_large
-        vacancies, evictables = self._vacancies, self._evictables
+        empty, evictable = self._empty, self._evictable
         for larges in sharing.whole:
-            used[larges.start : larges.stop] = [k] * len(larges)
+            used[larges[0] : larges[-1] + 1] = [k] * len(larges)
             self._large_pages.reclaimable.drop_many(larges)
-        unpinned: list[int] = []
+        revived_larges: list[LargePageId] = []
         for large, num_unused in sharing.revived_of.items():
-            num_empty = len(vacancies.empties[large])
-            was_pinned = used[large]
+            num_empty = len(empty.pages[large])
+            was_in_use = used[large]
             used[large] += num_unused
-            if not was_pinned:
-                unpinned.append(large)
+            if not was_in_use:
+                revived_larges.append(large)
                 if num_empty:
-                    vacancies.pin(large)
+                    empty.mark_in_use(large)
                 if used[large] + num_empty < k:
-                    evictables.pin(large)
+                    evictable.enqueue(large)
             elif used[large] + num_empty == k:
-                evictables.unpin(large)
+                evictable.dequeue(large)
             elif large in self._loose:
                 self._recount(large)
-        self._large_pages.reclaimable.drop_many(unpinned)
+        self._large_pages.reclaimable.drop_many(revived_larges)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
         self.num_evictable -= num_revived
@@ -73,8 +74,13 @@ class SplitPages(SplitBooks):
     # Taking
 
     def take(
-        self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
-    ) -> list[int]:
+        self,
+        num_pages: int,
+        expected_pages: int,
+        owner: OwnerId,
+        budget: Budget,
+        beside: SmallPageId,
+    ) -> list[SmallPageId]:
         """Take small pages that were empty or evictable. Each has one user then.
 
         Args:
@@ -86,19 +92,19 @@ class SplitPages(SplitBooks):
             beside: Small page that the owner uses, whose large page is filled before another one is
                 opened, or the null page.
         """
-        pages: list[int] = []
-        claims = self._vacancies.claims
+        pages: list[SmallPageId] = []
+        claims = self._empty.claims
         if num_pages == 1 and expected_pages < self.pages_per_large and owner not in claims:
             # The common need of decoding is packed, mostly into large pages that are open.
-            page = self._vacancies.take_packed()
-            if page != NO_PAGE:
-                self._count_packed(page // self.pages_per_large)
+            page = self._empty.take_packed()
+            if page != NULL_PAGE:
+                self._count_packed(page)
                 return [page]
         elif owner in claims:
             self._fill(claims[owner], num_pages, pages)
         elif beside > 0 and expected_pages >= self.pages_per_large:
-            large = beside // self.pages_per_large
-            if self._vacancies.empties[large] and large not in self._vacancies.owners:
+            large = LargePageId(beside // self.pages_per_large)
+            if self._empty.pages[large] and large not in self._empty.owners:
                 self._fill(large, num_pages, pages)
         if len(pages) == num_pages:
             return pages
@@ -113,25 +119,26 @@ class SplitPages(SplitBooks):
             self._large_pages.make_empty(1, self.index)
             self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
-            num_used = self._used[self._vacancies.free.fullest()]  # 0 for the null page
+            num_used = self._used[self._empty.free.fullest()]  # 0 for the null page
             if not self._large_pages.num_empty and self._take_loose(num_used, pages):
                 continue
             large = self._best_fit(budget)
-            if large != NO_PAGE:
+            if large != NULL_LARGE_PAGE:
                 self._fill(large, num_pages - len(pages), pages)
             else:
                 self._evict(num_pages, budget, pages)
         return pages
 
-    def _count_packed(self, large: int) -> None:
-        """Count an empty small page of a pinned large page that was taken."""
+    def _count_packed(self, page: SmallPageId) -> None:
+        """Count an empty small page of a large page in use that was taken."""
+        large = page // self.pages_per_large
         self._used[large] += 1
         if large in self._loose:
-            self._recount(large)
+            self._recount(LargePageId(large))
         self.num_spare -= 1
         self.num_used += 1
 
-    def _open_whole(self, num_larges: int, budget: Budget, pages: list[int]) -> None:
+    def _open_whole(self, num_larges: int, budget: Budget, pages: list[SmallPageId]) -> None:
         """Open large pages and take all their small pages, as far as the budget allows."""
         num_available = self._large_pages.num_available
         num_opened = min(num_larges, num_available, budget.required + budget.slack)
@@ -140,52 +147,54 @@ class SplitPages(SplitBooks):
         budget.spend(num_opened)
         self._large_pages.make_empty(num_opened, self.index)
         larges = self._large_pages.open_many(self.index, num_opened)
-        pages += self._vacancies.open_taken(larges)
-        self._evictables.open(larges)
+        pages += self._empty.open_taken(larges)
+        self._evictable.open(larges)
         for large in larges:
             self._used[large] = self.pages_per_large
         self.num_large += num_opened
         self.num_used += num_opened * self.pages_per_large
 
-    def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
+    def _claim(
+        self, large: LargePageId, num_pages: int, owner: OwnerId, pages: list[SmallPageId]
+    ) -> None:
         """Fill an empty large page. Its remaining small pages are claimed by the owner."""
         self._fill(large, num_pages - len(pages), pages)
-        self._vacancies.claim(large, owner)
+        self._empty.claim(large, owner)
 
-    def _best_fit(self, budget: Budget) -> int:
-        """Return a pinned large page with empty small pages, opened or pinned if necessary.
+    def _best_fit(self, budget: Budget) -> LargePageId:
+        """Return a large page in use with empty small pages, opened or revived if necessary.
 
-        It is `NO_PAGE` if there is none.
+        It is the null page if there is none.
         """
-        large = self._vacancies.free.fullest()
-        if large != NO_PAGE:
+        large = self._empty.free.fullest()
+        if large != NULL_LARGE_PAGE:
             return large
         if budget.allows:
-            large = self._vacancies.idle.emptiest()
-            if large != NO_PAGE:
+            large = self._empty.idle.emptiest()
+            if large != NULL_LARGE_PAGE:
                 budget.spend()
-                self._pin(large)
+                self._revive(large)
                 return large
             if self._large_pages.num_empty:
                 return self._open_empty(budget)
-        return self._vacancies.claimed.emptiest()
+        return self._empty.claimed.emptiest()
 
-    def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
+    def _evict(self, num_pages: int, budget: Budget, pages: list[SmallPageId]) -> None:
         """Evict a loose page, or else the first of a small page, a large page or a checkpoint.
 
         Small pages that a checkpoint leaves empty are found in the caller's next search.
         """
         if self._take_loose(-1, pages):
             return
-        evictables, large_pages = self._evictables, self._large_pages
-        small = evictables.pinned.peek_rank()
+        evictable, large_pages = self._evictable, self._large_pages
+        small = evictable.in_use.peek_rank()
         oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
         is_small = small >= 0 and (oldest < 0 or small <= oldest)
         if large_pages.evicts_checkpoint(small if is_small else oldest):
             return
         if is_small:
-            page = evictables.take_first()
-            if page != NO_PAGE:
+            page = evictable.take_first()
+            if page != NULL_PAGE:
                 self._take_evicted(page, pages)
         elif oldest < 0:
             msg = f"page table {self.index}: a small page promised cannot be had"
@@ -193,25 +202,25 @@ class SplitPages(SplitBooks):
         elif self._oldest_is_own() and num_pages - len(pages) < self.pages_per_large:
             # Only some of its pages are needed. The others may stay cached.
             budget.spend()
-            self._pin(large_pages.reclaimable.peek())
+            self._revive(large_pages.reclaimable.peek())
         else:
             large_pages.make_empty(1, self.index)
 
-    def _take_loose(self, num_used: int, pages: list[int]) -> bool:
+    def _take_loose(self, num_used: int, pages: list[SmallPageId]) -> bool:
         """Take a loose page of a large page with more than `num_used` used small pages."""
-        large = self._evictables.find_loose(self._used)
-        if large == NO_PAGE or self._used[large] <= num_used:
+        large = self._evictable.find_loose(self._used)
+        if large == NULL_LARGE_PAGE or self._used[large] <= num_used:
             return False
-        self._take_evicted(self._evictables.take_loose(large), pages)
+        self._take_evicted(self._evictable.take_loose(large), pages)
         return True
 
     def _oldest_is_own(self) -> bool:
         oldest = self._large_pages.reclaimable.peek()
         return self._large_pages.holders[oldest] == self.index
 
-    def _take_evicted(self, page: int, pages: list[int]) -> None:
-        """Take a small page of a pinned large page whose content was evicted."""
-        large = page // self.pages_per_large
+    def _take_evicted(self, page: SmallPageId, pages: list[SmallPageId]) -> None:
+        """Take a small page of a large page in use whose content was evicted."""
+        large = cast("LargePageId", page // self.pages_per_large)
         self._large_pages.num_evicted += 1
         self.evicted.append(page)
         self.num_evicted_alone += 1
@@ -222,34 +231,34 @@ class SplitPages(SplitBooks):
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
-        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
-            self._evictables.unpin(large)
+        if self._used[large] + len(self._empty.pages[large]) == self.pages_per_large:
+            self._evictable.dequeue(large)
 
-    def _recount(self, large: int) -> None:
-        """Record how many small pages of a pinned large page with loose ones have no user."""
-        self._evictables.recount(large, self.pages_per_large - self._used[large])
+    def _recount(self, large: LargePageId) -> None:
+        """Record how many small pages of a large page in use with loose ones have no user."""
+        self._evictable.recount(large, self.pages_per_large - self._used[large])
 
-    def _open_empty(self, budget: Budget) -> int:
+    def _open_empty(self, budget: Budget) -> LargePageId:
         """Open an empty large page. The caller must take at least one small page of it."""
         budget.spend()
         large = self._large_pages.open(self.index)
-        self._vacancies.open(large)
-        self._evictables.open([large])
+        self._empty.open(large)
+        self._evictable.open([large])
         self.num_large += 1
         self.num_spare += self.pages_per_large
         return large
 
-    def _pin(self, large: int) -> None:
-        """Pin a reclaimable large page. The caller must use at least one small page of it."""
+    def _revive(self, large: LargePageId) -> None:
+        """Put a reclaimable large page to use. The caller must use a small page of it."""
         self._large_pages.reclaimable.drop(large)
         self.num_spare += self.pages_per_large
-        self._vacancies.pin(large)
-        if len(self._vacancies.empties[large]) < self.pages_per_large:
-            self._evictables.pin(large)
+        self._empty.mark_in_use(large)
+        if len(self._empty.pages[large]) < self.pages_per_large:
+            self._evictable.enqueue(large)
 
-    def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
-        """Take up to `num_pages` empty small pages of a pinned large page."""
-        num_taken = self._vacancies.take(large, num_pages, pages)
+    def _fill(self, large: LargePageId, num_pages: int, pages: list[SmallPageId]) -> None:
+        """Take up to `num_pages` empty small pages of a large page in use."""
+        num_taken = self._empty.take(large, num_pages, pages)
         self._used[large] += num_taken
         if large in self._loose:
             self._recount(large)
@@ -258,32 +267,32 @@ class SplitPages(SplitBooks):
 
     # Leaving
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[SmallPageId]) -> None:
         """Remove one user from each page. Pages without a user become empty."""
-        if self.shares:
-            pages = unshare(self.shares, pages)
+        if self.extra_users:
+            pages = remove_users(self.extra_users, pages)
         self.num_used -= len(pages)
-        k, vacancies = self.pages_per_large, self._vacancies
-        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
-            num_empty = vacancies.put_back(large, pages[start:end])
+        k, empty = self.pages_per_large, self._empty
+        for large, start, end, _ in parts_by_large(pages, k, empty.ids):
+            num_empty = empty.put_back(large, pages[start:end])
             if not self._leave(large, end - start):
                 continue
             if num_empty == k:
                 self._close(large)
             else:
-                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+                self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
-    def retire_page(self, page: int, rank: int) -> None:
-        """Do the work of `retire` for one page."""
-        if page in self.shares:
-            unshare(self.shares, [page])
+    def release_cached_page(self, page: SmallPageId, rank: int) -> None:
+        """Do the work of `release_cached` for one page."""
+        if page in self.extra_users:
+            remove_users(self.extra_users, [page])
             return
         self.num_used -= 1
         self.num_evictable += 1
-        large = page // self.pages_per_large
+        large = cast("LargePageId", page // self.pages_per_large)
         num_used = self._used[large]
-        is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
-        self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
+        is_first = num_used + len(self._empty.pages[large]) == self.pages_per_large
+        self._evictable.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
         if num_used > 1:
             self._used[large] = num_used - 1
             if large in self._loose:
@@ -291,45 +300,48 @@ class SplitPages(SplitBooks):
             self.num_spare += 1
         else:
             self._leave(large, 1)
-            self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+            self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
-    def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+    def rerank(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Change the ranks of evictable pages."""
-        for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
-            large = page // self.pages_per_large
-            is_pinned = self._used[large] > 0
-            self._evictables.rerank(large, page, rank, goes_alone=is_pinned)
-            if not is_pinned:
-                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+        k = self.pages_per_large
+        larges = cast("list[LargePageId]", [page // k for page in pages])
+        for large, page, rank in zip(
+            reversed(larges), reversed(pages), reversed(ranks), strict=True
+        ):
+            is_in_use = self._used[large] > 0
+            self._evictable.rerank(large, page, rank, goes_alone=is_in_use)
+            if not is_in_use:
+                self._large_pages.reclaimable.push(large, self._evictable.youngest[large])
 
-    def discard(self, pages: Sequence[int]) -> None:
+    def discard(self, pages: Sequence[SmallPageId]) -> None:
         """Make evictable pages empty."""
-        k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
+        k, evictable, empty = self.pages_per_large, self._evictable, self._empty
         self.num_evictable -= len(pages)
-        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+        for large, start, end, _ in parts_by_large(pages, k, empty.ids):
             some = pages[start:end]
-            num_left = evictables.remove(large, some)
+            num_left = evictable.remove(large, some)
             if self._used[large]:
-                vacancies.put_back(large, some)
+                empty.put_back(large, some)
                 if not num_left:
-                    evictables.unpin(large)
-            elif vacancies.put_back_idle(large, some) == k:
+                    evictable.dequeue(large)
+            elif empty.put_back_idle(large, some) == k:
                 self._large_pages.reclaimable.drop(large)
                 self._close(large)
             else:
-                self._large_pages.reclaimable.push(large, evictables.youngest[large])
+                self._large_pages.reclaimable.push(large, evictable.youngest[large])
 
-    def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+    def release_cached(self, pages: Sequence[SmallPageId], ranks: Sequence[int]) -> None:
         """Remove one user from each page. Unused pages become evictable with their ranks."""
-        if self.shares and not self.shares.keys().isdisjoint(pages):
+        if self.extra_users and not self.extra_users.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
-            pages = unshare(self.shares, pages)
+            pages = remove_users(self.extra_users, pages)
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        k, evictables = self.pages_per_large, self._evictables
+        k, evictable = self.pages_per_large, self._evictable
         all_ranks = rising(ranks) if isinstance(ranks, range) else list(ranks)
-        unused: list[int] = []
+        unused: list[LargePageId] = []
         # Start with the last page, which is evicted first, so that ranks rise.
         for large, start, end in reversed(self._set_ranks(pages, all_ranks)):
             if end - start > k:
@@ -338,43 +350,47 @@ class SplitPages(SplitBooks):
                 lows, highs = extremes_of_parts(
                     all_ranks[start:end], k, is_even=isinstance(ranks, range)
                 )
-                evictables.note_row(larges, lows, highs)
-                unused += reversed(larges)
+                evictable.note_run(larges, lows, highs)
+                unused += cast("Sequence[LargePageId]", larges[::-1])
                 continue
             lowest, highest = extremes(ranks[start:end])
             if end - start == k:
                 # The large page has no other small pages, so only its ranks are recorded.
                 self._used[large] = 0
-                evictables.note_whole(large, lowest, highest)
+                evictable.note_whole(large, lowest, highest)
                 unused.append(large)
-            elif self._retire_some(large, pages[start], end - start, lowest, highest):
+            elif self._release_some(large, pages[start], end - start, lowest, highest):
                 unused.append(large)
-        youngest = evictables.youngest
+        youngest = evictable.youngest
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
-    def _set_ranks(self, pages: Sequence[int], ranks: list[int]) -> list[tuple[int, int, int]]:
+    def _set_ranks(
+        self, pages: Sequence[SmallPageId], ranks: list[int]
+    ) -> list[tuple[LargePageId, int, int]]:
         """Store the ranks of pages that become evictable.
 
         Returns:
             The pages by large page, as (large page, start, end). An entry with more pages than a
             large page has stands for consecutive whole large pages.
         """
-        stamps, k, numbers = self.stamps, self.pages_per_large, self._vacancies.numbers
-        runs: list[tuple[int, int, int]] = []
-        for start, end, in_row in large_rows_of(pages, k, numbers):
+        stamps, k, ids = self.stamps, self.pages_per_large, self._empty.ids
+        parts: list[tuple[int, int, int]] = []
+        for start, end, in_run in large_runs_of(pages, k, ids):
             some = pages[start:end]
-            if in_row:
+            if in_run:
                 stamps[some[0] : some[0] + end - start] = ranks[start:end]
-                runs.append((some[0] // k, start, end))
+                parts.append((some[0] // k, start, end))
             else:
                 for page, rank in zip(some, ranks[start:end], strict=True):
                     stamps[page] = rank
-                runs += [
-                    (large, start + i, start + j) for large, i, j, _ in runs_of(some, k, numbers)
+                parts += [
+                    (large, start + i, start + j) for large, i, j, _ in parts_by_large(some, k, ids)
                 ]
-        return runs
+        return cast("list[tuple[LargePageId, int, int]]", parts)
 
-    def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
+    def _release_some(
+        self, large: LargePageId, page: SmallPageId, num_left: int, lowest: int, highest: int
+    ) -> bool:
         """Update the records of a large page when some of its small pages became evictable.
 
         Args:
@@ -387,21 +403,21 @@ class SplitPages(SplitBooks):
         Returns:
             Whether they were the last used ones.
         """
-        evictables = self._evictables
-        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
+        evictable = self._evictable
+        if self._used[large] + len(self._empty.pages[large]) == self.pages_per_large:
             # No other small page of it is evictable.
-            evictables.eldest[large] = lowest
-        evictables.note(large, page, num_left, lowest, highest)
+            evictable.eldest[large] = lowest
+        evictable.note(large, page, num_left, lowest, highest)
         if self._leave(large, num_left):
             return True
-        if evictables.pinned.stamps[large] < 0 or evictables.pinned.rank(large) > lowest:
-            evictables.pin(large)
+        if evictable.in_use.stamps[large] < 0 or evictable.in_use.rank(large) > lowest:
+            evictable.enqueue(large)
         return False
 
-    def _leave(self, large: int, num_left: int) -> bool:
-        """Record that small pages of a pinned large page are unused. Return whether it is unpinned.
+    def _leave(self, large: LargePageId, num_left: int) -> bool:
+        """Record that small pages of a large page in use lost their user. Return whether all did.
 
-        An unpinned large page is then neither closed nor reclaimable yet.
+        The large page is then neither closed nor reclaimable yet.
         """
         num_used = self._used[large] - num_left
         self._used[large] = num_used
@@ -411,25 +427,25 @@ class SplitPages(SplitBooks):
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left
-        self._vacancies.unpin(large)
-        self._evictables.unpin(large)
+        self._empty.mark_idle(large)
+        self._evictable.dequeue(large)
         return True
 
-    def _close(self, large: int) -> None:
-        self._vacancies.close(large)
-        self._evictables.close(large)
+    def _close(self, large: LargePageId) -> None:
+        self._empty.close(large)
+        self._evictable.close(large)
         self.num_large -= 1
         self._large_pages.close(large)
 
-    def surrender(self, large: int) -> list[int]:
+    def evict_large(self, large: LargePageId) -> list[SmallPageId]:
         """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
-        self._vacancies.idle.remove(large, len(self._vacancies.empties[large]))
-        lost = self._evictables.take_all(large)
+        self._empty.idle.remove(large, len(self._empty.pages[large]))
+        lost = self._evictable.take_all(large)
         self.num_evictable -= len(lost)
         self._close(large)
         return lost
 
-    def disown(self, owner: int) -> None:
+    def release_claim(self, owner: OwnerId) -> None:
         """Give up the owner's claim, if it has one."""
-        self._vacancies.disown(owner)
+        self._empty.release_claim(owner)

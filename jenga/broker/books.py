@@ -17,6 +17,7 @@ from pathlib import Path
 from jenga.broker.processes import Process
 from jenga.checks import check_count
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId
 
 NOBODY = 0
 """Owner of a large page that the broker can lend. An engine's number as an owner is its row + 1."""
@@ -154,18 +155,18 @@ class Books:
     def num_free(self, num_pages: int) -> None:
         self._num_free[0] = num_pages
 
-    def owner(self, page: int) -> int:
+    def owner(self, page: LargePageId) -> int:
         """Return the row of the engine that has a large page, plus one, or `NOBODY`."""
         return self._owners[page]
 
-    def set_owner(self, page: int, owner: int) -> None:
+    def set_owner(self, page: LargePageId, owner: int) -> None:
         """Record the owner of a large page. Only the broker may do so."""
         self._owners[page] = owner
 
-    def pages_of(self, owner: int) -> list[int]:
+    def pages_of(self, owner: int) -> list[LargePageId]:
         """Return the large pages of an owner, rising, without the null page."""
         owners = self._owners.tolist()
-        return [page for page in range(1, self.num_pages) if owners[page] == owner]
+        return [LargePageId(page) for page in range(1, self.num_pages) if owners[page] == owner]
 
     # Engines
 

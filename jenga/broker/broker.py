@@ -14,6 +14,7 @@ from jenga.broker.books import MAX_PROCESSES, NOBODY, NUM_ROWS, Agreement, Books
 from jenga.broker.processes import Process
 from jenga.checks import check_count, check_number
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class News:
         calls: Row -> the call that replaces the one before.
     """
 
-    granted: dict[int, list[int]]
+    granted: dict[int, list[LargePageId]]
     calls: dict[int, Call]
 
 
@@ -70,9 +71,9 @@ class Broker:
         self._asks: dict[int, _Ask] = {}  # in the order of arrival
         self._calls: dict[int, Call] = {}
         self._held = [0] * NUM_ROWS
-        self._free: list[int] = []
+        self._free: list[LargePageId] = []
         rows = {row for row, _ in books.agreements()}
-        for page in range(1, books.num_pages):
+        for page in map(LargePageId, range(1, books.num_pages)):
             owner = books.owner(page)
             if owner - 1 in rows:
                 self._held[owner - 1] += 1
@@ -234,7 +235,7 @@ class Broker:
         else:
             self._asks.pop(row, None)
 
-    def take_back(self, row: int, pages: list[int]) -> None:
+    def take_back(self, row: int, pages: list[LargePageId]) -> None:
         """Take large pages back from an engine, which must not touch them any more.
 
         Raises:
@@ -264,7 +265,7 @@ class Broker:
 
     def settle(self) -> News:
         """Lend what is free to the engines that wait, and call others if there is too little."""
-        granted: dict[int, list[int]] = {}
+        granted: dict[int, list[LargePageId]] = {}
         for row, ask in sorted(self._asks.items(), key=lambda item: not self._is_short(item[0])):
             pages = self._lend(row, ask.num_pages)
             if pages:
@@ -297,12 +298,12 @@ class Broker:
     def _is_short(self, row: int) -> bool:
         return self._held[row] < self._agreement(row).guarantee_pages
 
-    def _take(self, page: int) -> None:
+    def _take(self, page: LargePageId) -> None:
         self.books.set_owner(page, NOBODY)
         self._free.append(page)
         self.books.num_free = len(self._free)
 
-    def _lend(self, row: int, most: int) -> list[int]:
+    def _lend(self, row: int, most: int) -> list[LargePageId]:
         """Give free large pages to an engine."""
         num_pages = min(most, len(self._free))
         pages = self._free[len(self._free) - num_pages :]

@@ -12,6 +12,7 @@ from jenga.broker.books import Books, Supply
 from jenga.broker.folder import ArenaFolder
 from jenga.broker.messages import Message, Peer
 from jenga.errors import InvariantError
+from jenga.page_ids import LargePageId
 
 JOIN_SECONDS = 60.0
 """Most seconds that a joining engine waits until others have returned what it is guaranteed."""
@@ -85,8 +86,9 @@ class SocketLender:
         self.folder, self.name = folder, name
         self.guarantee_pages, self.limit_pages = guarantee_pages, limit_pages
         self._books: Books = folder.open_books()
-        self._mine: set[int] = set()  # large pages that the broker has lent and not taken back
-        self._granted: list[int] = []
+        # Large pages that the broker has lent and not taken back.
+        self._mine: set[LargePageId] = set()
+        self._granted: list[LargePageId] = []
         self._called: int | None = None
         self._older_than_s = -math.inf
         self._next_attempt_s = 0.0
@@ -148,12 +150,12 @@ class SocketLender:
         """See `Lender`."""
         return time.monotonic()
 
-    def first_pages(self) -> list[int]:
+    def first_pages(self) -> list[LargePageId]:
         """See `Lender`."""
         first, self._granted = self._granted, []
         return first
 
-    def take_free(self, num_pages: int) -> list[int]:
+    def take_free(self, num_pages: int) -> list[LargePageId]:
         """See `Lender`."""
         end_s = time.monotonic() + _ASK_SECONDS
         self.ask(num_pages, None)
@@ -179,7 +181,7 @@ class SocketLender:
             }
         )
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: list[LargePageId]) -> None:
         """See `Lender`."""
         if self._peer is None:
             # The broker cannot take them now, so this engine keeps them.
@@ -264,7 +266,7 @@ class SocketLender:
         elif message.get("answer") == "ask":
             self._num_unanswered -= 1
 
-    def _adopt(self, pages: list[int]) -> None:
+    def _adopt(self, pages: list[LargePageId]) -> None:
         fresh = [page for page in pages if page not in self._mine]
         self._mine.update(fresh)
         self._granted += fresh

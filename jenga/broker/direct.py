@@ -7,6 +7,7 @@ from jenga.arena.borrowed_pages import News
 from jenga.broker.books import Agreement, Supply
 from jenga.broker.broker import Broker
 from jenga.broker.processes import this_process
+from jenga.page_ids import LargePageId
 
 
 class DirectBroker:
@@ -80,7 +81,7 @@ class DirectLender:
         self._broker = direct.broker
         self._agreement = agreement
         self.row = row
-        self.granted: list[int] = []
+        self.granted: list[LargePageId] = []
         self.called: int | None = None
         self.older_than_s = -math.inf
 
@@ -108,11 +109,11 @@ class DirectLender:
         """See `Lender`."""
         return self._direct.now_s()
 
-    def first_pages(self) -> list[int]:
+    def first_pages(self) -> list[LargePageId]:
         """See `Lender`."""
         return self.news().granted
 
-    def take_free(self, num_pages: int) -> list[int]:
+    def take_free(self, num_pages: int) -> list[LargePageId]:
         """See `Lender`."""
         self._broker.ask(self.row, num_pages, None)
         self._direct.settle()
@@ -126,7 +127,7 @@ class DirectLender:
         self._broker.ask(self.row, num_pages, older_than_s, is_needed=is_needed)
         self._direct.settle()
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: list[LargePageId]) -> None:
         """See `Lender`."""
         self._broker.take_back(self.row, pages)
         self._direct.settle()

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 
 from jenga.eviction.points import NO_POINT, Point
+from jenga.page_ids import SmallPageId
 
 NOT_IN_POOL = -1
 """Place of a checkpoint that is not in the pool of those that may be evicted."""
@@ -27,17 +28,17 @@ class Checkpoint:
         first_pages: For each page table of whole prefixes, the number of the first page in
             `segment`.
         segment: For each such page table, the pages between the parent's point and this one.
-        alone: Windows and states of this point. Each entry is the index of a page table, and its
-            pages.
+        point_pages: Windows and states of this point. Each entry is the index of a page table, and
+            its pages.
         num_children: Number of nodes whose parent this is.
         is_kept: Whether a request can go on from here.
         is_removed: Whether the node was removed from the tree. Requests may still refer to it.
         left_by: Name of the request that left the checkpoint. Empty if it is not known.
-        point: History of this point, if the node is kept, else `NO_POINT`.
+        point: Knowledge about this point, if the node is kept, else `NO_POINT`.
         heir_of: Evicted point whose readers will start from here instead, if any.
         segment_bytes: Bytes of the segment.
-        alone_bytes: Bytes of the pages in `alone` that no other checkpoint needed when this one
-            took them.
+        point_bytes: Bytes of the pages in `point_pages` that no other checkpoint needed when this
+            one took them.
         own_bytes: Bytes that eviction of the checkpoint frees, as of its last measurement.
         saved_tokens: Number of tokens that its next reader would have to compute again without it,
             as of its last measurement.
@@ -45,8 +46,6 @@ class Checkpoint:
     """
 
     __slots__ = (
-        "alone",
-        "alone_bytes",
         "end_tokens",
         "first_pages",
         "heir_of",
@@ -61,6 +60,8 @@ class Checkpoint:
         "parent",
         "place",
         "point",
+        "point_bytes",
+        "point_pages",
         "saved_tokens",
         "segment",
         "segment_bytes",
@@ -75,13 +76,13 @@ class Checkpoint:
         self.end_tokens = end_tokens
         self.parent = parent
         self.first_pages: list[int] = []
-        self.segment: list[list[int]] = []
-        self.alone: list[tuple[int, list[int]]] = []
+        self.segment: list[list[SmallPageId]] = []
+        self.point_pages: list[tuple[int, list[SmallPageId]]] = []
         self.num_children = 0
         self.is_kept = self.is_removed = False
         self.point = NO_POINT
         self.heir_of: Point | None = None
-        self.segment_bytes = self.alone_bytes = self.own_bytes = self.saved_tokens = 0
+        self.segment_bytes = self.point_bytes = self.own_bytes = self.saved_tokens = 0
         self.place = NOT_IN_POOL
 
     @property

@@ -62,7 +62,7 @@ class Past(IntEnum):
 
 
 class Point:
-    """The history of one point.
+    """Knowledge about one point.
 
     Attributes:
         key: Hash of the prefix, or the name of an image.
@@ -110,7 +110,7 @@ class Observer(Protocol):
         ...
 
 
-class ReuseHistory:
+class RememberedPoints:
     """All points that are remembered, and the time.
 
     Attributes:
@@ -120,7 +120,7 @@ class ReuseHistory:
     __slots__ = ("_horizon_bytes", "_num_admitted", "_observer", "_points", "time")
 
     def __init__(self, observer: Observer, *, arena_bytes: int) -> None:
-        """Create an empty history.
+        """Start without points.
 
         Args:
             observer: Told of every wait that ends.
@@ -147,7 +147,7 @@ class ReuseHistory:
         """Return the last remembered point on a text."""
         return next(filter(None, map(self._points.get, reversed(prefix_hashes))), None)
 
-    def leave(self, key: Hashable, num_tokens: int, kind: Kind, past: Past) -> Point:
+    def record_point(self, key: Hashable, num_tokens: int, kind: Kind, past: Past) -> Point:
         """Record that a request leaves a point. A known point only becomes young again."""
         point = self._points.get(key)
         if point is None:
@@ -161,13 +161,13 @@ class ReuseHistory:
             self._wait_again(point)
         return point
 
-    def read(self, point: Point) -> None:
+    def record_read(self, point: Point) -> None:
         """Record that a request asks for a point, whether the point is kept or evicted."""
         self._observer.observe(point, self.time - point.waits_since, was_read=True)
         point.past = Past.READ
         self._wait_again(point)
 
-    def renew(self, point: Point) -> None:
+    def reset_age(self, point: Point) -> None:
         """Make a kept point as young as one that was just left."""
         point.last_kept = self.time
 
@@ -180,7 +180,7 @@ class ReuseHistory:
         self._points[point.key] = point
         self._points.move_to_end(point.key)
 
-    def admit(self, computed_bytes: float) -> None:
+    def record_admission(self, computed_bytes: float) -> None:
         """Record that a request is admitted: advance the time and forget points that are too old.
 
         Args:

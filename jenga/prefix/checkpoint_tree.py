@@ -26,8 +26,9 @@ from typing import cast
 from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
-from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
+from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, RememberedPoints, past_of
 from jenga.eviction.policy import EvictionPolicy
+from jenga.page_ids import SmallPageId
 from jenga.policies import NEVER, RequestFacts
 from jenga.prefix.eviction_log import EvictionCause, EvictionLog
 from jenga.prefix.host_cache import HostCache
@@ -90,7 +91,7 @@ class CheckpointTree:
     """Checkpoints of one arena.
 
     Attributes:
-        history: Points that are remembered, and the time.
+        points: Points that are remembered, and the time.
         log: Record of the checkpoints that are lost. None, the default, records none.
         num_evicted: Number of checkpoints evicted whole so far. Cut ends are not counted.
         num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
@@ -101,32 +102,32 @@ class CheckpointTree:
     """
 
     __slots__ = (
-        "_alone",
         "_by_key",
         "_cut_nodes",
         "_cut_tokens",
         "_hash_tokens",
         "_host",
-        "_lasting",
         "_policy",
         "_pool",
+        "_prefix_tables",
         "_price",
         "_price_bytes",
         "_price_ends",
         "_protected",
         "_random",
         "_root",
-        "_states",
+        "_state_tables",
         "_tables",
         "_unit_bytes",
         "_upcoming",
+        "_window_tables",
         "ahead_tokens",
         "align_tokens",
         "awaited",
-        "history",
         "log",
         "num_evicted",
         "num_lost_bytes",
+        "points",
     )
 
     def __init__(
@@ -160,18 +161,18 @@ class CheckpointTree:
         self.ahead_tokens = -(-ahead_tokens // self.align_tokens) * self.align_tokens
         self._hash_tokens = hash_tokens
         facts = RequestFacts(prompt_tokens=1)
-        self._lasting = [
+        self._prefix_tables = [
             table
             for table in of_text
             if table.policy.next_release(facts, 0, table.grain.page_slots) == NEVER
         ]
-        self._alone = [table for table in of_text if table not in self._lasting]
-        self._states = [table for table in tables if table.policy.is_overwritten]
-        for slot, table in enumerate(self._lasting):
-            table.begin_segments(slot)
+        self._window_tables = [table for table in of_text if table not in self._prefix_tables]
+        self._state_tables = [table for table in tables if table.policy.is_overwritten]
+        for index, table in enumerate(self._prefix_tables):
+            table.begin_segments(index)
         self._unit_bytes = sum(
             self.align_tokens // table.grain.page_slots * table.spec.small_page_bytes
-            for table in self._lasting
+            for table in self._prefix_tables
         )
         self._cut_tokens = self._cut_size(arena_bytes)
         self._policy = policy
@@ -179,10 +180,10 @@ class CheckpointTree:
         # Worth of the checkpoint that was evicted last, and the time until which it is used.
         self._price = self._price_ends = 0.0
         self._price_bytes = PRICE_SHARE * arena_bytes
-        self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
+        self.points = RememberedPoints(policy, arena_bytes=arena_bytes)
         self._root = Checkpoint(None, 0, 0, None)
-        self._root.segment = [[] for _ in self._lasting]
-        self._root.first_pages = [0] * len(self._lasting)
+        self._root.segment = [[] for _ in self._prefix_tables]
+        self._root.first_pages = [0] * len(self._prefix_tables)
         self._by_key: dict[Hashable, Checkpoint] = {}
         # Nodes whose end was cut off, by the names under which they were made.
         self._cut_nodes: dict[Hashable, Checkpoint] = {}
@@ -197,31 +198,31 @@ class CheckpointTree:
     def _cut_size(self, arena_bytes: int) -> int:
         """Return the tokens cut at a time from a checkpoint, at least those of a large page."""
         large_pages_tokens = [
-            table.pages.pages_per_large * table.grain.page_slots for table in self._lasting
+            table.pages.pages_per_large * table.grain.page_slots for table in self._prefix_tables
         ]
         token_bytes, _ = self.bytes_of_points()
         arena_tokens = int(arena_bytes / token_bytes) if token_bytes else 0
         return max([min(CUT_TOKENS, int(arena_tokens * CUT_SHARE)), *large_pages_tokens])
 
     @property
-    def has_alone(self) -> bool:
+    def has_point_pages(self) -> bool:
         """Whether a checkpoint needs more than the keys and values of its prefix."""
-        return bool(self._alone or self._states)
+        return bool(self._window_tables or self._state_tables)
 
     def bytes_of_points(self) -> tuple[float, int]:
         """Return the bytes of a point per token before it, and its fixed bytes in addition."""
         token_bytes = sum(
-            table.spec.small_page_bytes / table.grain.page_slots for table in self._lasting
+            table.spec.small_page_bytes / table.grain.page_slots for table in self._prefix_tables
         )
         facts = RequestFacts(prompt_tokens=NEVER)
-        alone_bytes = 0
-        for table in self._alone:
+        point_bytes = 0
+        for table in self._window_tables:
             pages = table.policy.reused_pages(facts, (), table.grain, WINDOW_AFTER_TOKENS)
-            alone_bytes += len(pages) * table.spec.small_page_bytes
-        state_bytes = sum(table.spec.small_page_bytes for table in self._states)
-        return token_bytes, alone_bytes + state_bytes
+            point_bytes += len(pages) * table.spec.small_page_bytes
+        state_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
+        return token_bytes, point_bytes + state_bytes
 
-    def at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
+    def node_at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
         """Return the node at a point of a text, if there is one."""
         last = (num_tokens + self.ahead_tokens) // self._hash_tokens - 1
         return self._by_key.get(prefix_hashes[last]) if last < len(prefix_hashes) else None
@@ -236,7 +237,7 @@ class CheckpointTree:
         Args:
             point_key: Hash of the tokens that the states contain.
         """
-        return all(table.page_of(point_key) is not None for table in self._states)
+        return all(table.page_of(point_key) is not None for table in self._state_tables)
 
     # Texts
 
@@ -250,7 +251,7 @@ class CheckpointTree:
             facts: Facts of the request.
             num_tokens: Largest number of tokens of the node.
         """
-        here = self.at(prefix_hashes, num_tokens) if num_tokens else None
+        here = self.node_at(prefix_hashes, num_tokens) if num_tokens else None
         if here is not None:
             return here
         node, shared_tokens = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
@@ -272,7 +273,7 @@ class CheckpointTree:
         Returns:
             The node, and the number of tokens of the text that it and the nodes before it have.
         """
-        if not self._lasting:
+        if not self._prefix_tables:
             for index in range(
                 min(end_tokens // self._hash_tokens, len(prefix_hashes)) - 1, -1, -1
             ):
@@ -280,7 +281,7 @@ class CheckpointTree:
                 if node is not None:
                     return node, node.end_tokens
             return self._root, 0
-        guide = self._lasting[0]
+        guide = self._prefix_tables[0]
         unit = self.align_tokens // guide.grain.page_slots
         num_pages = end_tokens // self.align_tokens * unit
         keys = guide.policy.content_keys(facts, prefix_hashes, guide.grain, range(num_pages))
@@ -291,7 +292,7 @@ class CheckpointTree:
         middle = high
         while low < high:
             page = get(keys[middle * unit - 1])
-            owner = guide.owners[page] if page is not None else None
+            owner = guide.checkpoint_of[page] if page is not None else None
             if owner is None:
                 high = middle - 1
             else:
@@ -329,13 +330,13 @@ class CheckpointTree:
         if num_tokens + self.ahead_tokens > len(prefix_hashes) * self._hash_tokens:
             return None
         point_key = prefix_hashes[num_tokens // self._hash_tokens - 1]
-        node = self.at(prefix_hashes, num_tokens)
+        node = self.node_at(prefix_hashes, num_tokens)
         if node is not None and node.is_kept:
             self._release(state_pages)
         else:
             # This comes first: a node that is made and not kept would take loose pages with it.
             windows = self._windows(prefix_hashes, facts, num_tokens)
-            has_states = len(state_pages) == len(self._states) or self.has_states(point_key)
+            has_states = len(state_pages) == len(self._state_tables) or self.has_states(point_key)
             if windows is None or not has_states:
                 return None
             node = self._reach(node_before.still_there, prefix_hashes, facts, num_tokens)
@@ -347,7 +348,7 @@ class CheckpointTree:
             node.is_kept = True
             node.heir_of = None
             self._enter_pool(node)
-        node.point = self.history.leave(point_key, num_tokens, kind, past)
+        node.point = self.points.record_point(point_key, num_tokens, kind, past)
         if kind == Kind.BRANCH:
             self._drop_guess(node)
         return node
@@ -375,30 +376,30 @@ class CheckpointTree:
         Returns:
             Whether the point is remembered without a checkpoint.
         """
-        time = self.history.time
+        time = self.points.time
         if (
             kind not in GUESSES
-            or self._states
-            or not self._alone
+            or self._state_tables
+            or not self._window_tables
             or time > self._price_ends
             or not self._policy.weighs_guesses
         ):
             return False
-        node = self.at(prefix_hashes, num_tokens)
+        node = self.node_at(prefix_hashes, num_tokens)
         if node is not None and node.is_kept:
             return False
         node_before = node_before.still_there
         before = node_before if node_before.is_kept else node_before.kept_before
         key = prefix_hashes[num_tokens // self._hash_tokens - 1]
-        token_bytes, alone_bytes = self.bytes_of_points()
+        token_bytes, point_bytes = self.bytes_of_points()
         guess = Checkpoint(key, num_tokens, num_tokens, None)
         guess.point = Point(key, num_tokens, kind, past, time)
         guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
         new_tokens = max(0, num_tokens - node_before.num_tokens)
-        guess.own_bytes = alone_bytes + int(token_bytes * new_tokens)
+        guess.own_bytes = point_bytes + int(token_bytes * new_tokens)
         if self._policy.worth(guess, time) >= self._price:
             return False
-        self.history.leave(key, num_tokens, kind, past)
+        self.points.record_point(key, num_tokens, kind, past)
         return True
 
     def _drop_guess(self, node: Checkpoint) -> None:
@@ -411,7 +412,7 @@ class CheckpointTree:
             and node.num_tokens - guess.num_tokens <= QUESTION_TOKENS
         ):
             point, num_tokens = guess.point, guess.num_tokens
-            self.history.forget(point)
+            self.points.forget(point)
             lost_bytes = self.num_lost_bytes
             self._let_go(guess, None)
             if self.log is not None:
@@ -420,7 +421,7 @@ class CheckpointTree:
                     EvictionCause.GUESS, guess, point, num_tokens, freed_bytes=freed_bytes
                 )
 
-    def keep_images(self, table: Table, pages: Sequence[int], past: Past) -> None:
+    def keep_images(self, table: Table, pages: Sequence[SmallPageId], past: Past) -> None:
         """Keep an encoder's output for images.
 
         Args:
@@ -432,7 +433,9 @@ class CheckpointTree:
             if key not in self._by_key:
                 self._keep_image(key, table, some, past)
 
-    def _keep_image(self, key: Hashable, table: Table, pages: list[int], past: Past) -> None:
+    def _keep_image(
+        self, key: Hashable, table: Table, pages: list[SmallPageId], past: Past
+    ) -> None:
         num_tokens = len(pages) * table.grain.page_slots
         node = Checkpoint(key, num_tokens, 0, self._root)
         node.segment, node.first_pages = self._root.segment, self._root.first_pages
@@ -441,9 +444,9 @@ class CheckpointTree:
         self._pin(node, table, pages)
         node.is_kept = True
         self._enter_pool(node)
-        node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
+        node.point = self.points.record_point(key, num_tokens, Kind.IMAGE, past)
 
-    def read_images(self, table: Table, pages: Sequence[int]) -> None:
+    def read_images(self, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Record that a request reads images, of which it found the given pages.
 
         An image that is found whole and has lost its checkpoint is kept again.
@@ -453,9 +456,9 @@ class CheckpointTree:
             if node is not None:
                 self._read(node)
                 continue
-            point = self.history.get(key)
+            point = self.points.get(key)
             if point is not None:
-                self.history.read(point)
+                self.points.record_read(point)
             # An image that is shown twice is found twice. Only the end of an image is found if the
             # hit ends within it.
             numbers = {
@@ -466,8 +469,8 @@ class CheckpointTree:
                 self._keep_image(key, table, whole, Past.READ)
 
     def _images_in(
-        self, table: Table, pages: Sequence[int]
-    ) -> Iterator[tuple[Hashable, list[int]]]:
+        self, table: Table, pages: Sequence[SmallPageId]
+    ) -> Iterator[tuple[Hashable, list[SmallPageId]]]:
         """Yield names of images and their pages. Pages without a cached name are left out."""
         names = ((key[0] if isinstance(key, tuple) else None) for key in table.keys_of(pages))
         named = zip(names, pages, strict=True)
@@ -493,11 +496,11 @@ class CheckpointTree:
             asked_tokens: Number of tokens that it could have started from.
             computed_bytes: Bytes of cache that it computes.
         """
-        history = self.history
+        points = self.points
         end = asked_tokens // self._hash_tokens
         start = min(end, max(0, hit_tokens // self._hash_tokens - 1))
-        path = history.path(prefix_hashes[start:end])
-        deepest = path[-1] if path else history.deepest(prefix_hashes[:start])
+        path = points.path(prefix_hashes[start:end])
+        deepest = path[-1] if path else points.deepest(prefix_hashes[:start])
         past = past_of(deepest)
         node = self._read_at(prefix_hashes, facts, hit_tokens)
         if (
@@ -506,12 +509,12 @@ class CheckpointTree:
             and (node is None or deepest is not node.point)
         ):
             # The request asked for an evicted point. A checkpoint before it only stood in for it.
-            history.read(deepest)
+            points.record_read(deepest)
             if node is not None:
-                self._spare(node)
+                self._cancel_eviction(node)
         elif node is not None:
             self._read(node)
-        history.admit(computed_bytes)
+        points.record_admission(computed_bytes)
         branches = [
             point.num_tokens
             for point in path
@@ -520,11 +523,11 @@ class CheckpointTree:
         return Admitted(past=past, branches=branches)
 
     def _read(self, node: Checkpoint) -> None:
-        self.history.read(node.point)
-        self.history.renew(node.point)
-        self._spare(node)
+        self.points.record_read(node.point)
+        self.points.reset_age(node.point)
+        self._cancel_eviction(node)
 
-    def _spare(self, node: Checkpoint) -> None:
+    def _cancel_eviction(self, node: Checkpoint) -> None:
         """Rank a checkpoint anew, now that its reader has come."""
         node.heir_of = None
         if node in self._upcoming:
@@ -536,8 +539,8 @@ class CheckpointTree:
         """Return the checkpoint that a hit reads, if it reads one."""
         if not hit_tokens:
             return None
-        node = self.at(prefix_hashes, hit_tokens)
-        if (node is None or not node.is_kept) and not self.has_alone:
+        node = self.node_at(prefix_hashes, hit_tokens)
+        if (node is None or not node.is_kept) and not self.has_point_pages:
             # Without windows and states, any node that covers the hit serves as its checkpoint.
             node, _ = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
         return node if node is not None and node.is_kept else None
@@ -570,9 +573,9 @@ class CheckpointTree:
             there = self._by_key.get(key)
             if there is not None:
                 return there
-            if not self._lasting:
+            if not self._prefix_tables:
                 return self._extend(node, key, num_tokens, [])
-            guide = self._lasting[0]
+            guide = self._prefix_tables[0]
             first = node.end_tokens // guide.grain.page_slots
             end = end_tokens // guide.grain.page_slots
             keys = guide.policy.content_keys(facts, prefix_hashes, guide.grain, range(first, end))
@@ -584,10 +587,10 @@ class CheckpointTree:
                 else (self.align_tokens + self.ahead_tokens) // guide.grain.page_slots
             )
             page = guide.page_of(keys[unit - 1])
-            owner = guide.owners[page] if page is not None else None
+            owner = guide.checkpoint_of[page] if page is not None else None
             if owner is None:
-                segment: list[list[int]] = []
-                for table in self._lasting:
+                segment: list[list[SmallPageId]] = []
+                for table in self._prefix_tables:
                     pages = self._cached_pages(
                         table, prefix_hashes, facts, node.end_tokens, num_tokens
                     )
@@ -645,14 +648,14 @@ class CheckpointTree:
         before.num_children = 1
         before.first_pages = node.first_pages
         first_pages: list[int] = []
-        for slot, table in enumerate(self._lasting):
+        for index, table in enumerate(self._prefix_tables):
             end = end_tokens // table.grain.page_slots
-            cut = end - node.first_pages[slot]
-            pages = node.segment[slot]
+            cut = end - node.first_pages[index]
+            pages = node.segment[index]
             before.segment.append(pages[:cut])
-            node.segment[slot] = pages[cut:]
+            node.segment[index] = pages[cut:]
             first_pages.append(end)
-            table.own(pages[:cut], node, before)
+            table.assign_segment(pages[:cut], node, before)
             before.segment_bytes += cut * table.spec.small_page_bytes
         node.first_pages = first_pages
         node.segment_bytes -= before.segment_bytes
@@ -661,7 +664,7 @@ class CheckpointTree:
         return before
 
     def _extend(
-        self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+        self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[SmallPageId]]
     ) -> Checkpoint:
         """Make a node that is not kept yet, with the pages after another node's.
 
@@ -678,10 +681,10 @@ class CheckpointTree:
         longer = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, node.parent)
         longer.first_pages, longer.segment = node.first_pages, node.segment
         longer.segment_bytes = node.segment_bytes
-        for table, pages, more in zip(self._lasting, longer.segment, segment, strict=True):
-            table.own(pages, node, longer)
+        for table, pages, more in zip(self._prefix_tables, longer.segment, segment, strict=True):
+            table.assign_segment(pages, node, longer)
             table.pin(more)
-            table.own(more, None, longer)
+            table.assign_segment(more, None, longer)
             pages.extend(more)
             longer.segment_bytes += len(more) * table.spec.small_page_bytes
         del self._by_key[node.key]
@@ -695,15 +698,17 @@ class CheckpointTree:
         return node.is_kept or node.num_children > 0 or node.parent is None
 
     def _grow(
-        self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+        self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[SmallPageId]]
     ) -> Checkpoint:
         """Make a child node that is not kept yet, with the pages after its parent's."""
         node = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, parent)
         node.segment = segment
-        node.first_pages = [parent.end_tokens // table.grain.page_slots for table in self._lasting]
-        for table, pages in zip(self._lasting, segment, strict=True):
+        node.first_pages = [
+            parent.end_tokens // table.grain.page_slots for table in self._prefix_tables
+        ]
+        for table, pages in zip(self._prefix_tables, segment, strict=True):
             table.pin(pages)
-            table.own(pages, None, node)
+            table.assign_segment(pages, None, node)
             node.segment_bytes += len(pages) * table.spec.small_page_bytes
         parent.num_children += 1
         self._by_key[key] = node
@@ -716,7 +721,7 @@ class CheckpointTree:
         facts: RequestFacts,
         start_tokens: int,
         num_tokens: int,
-    ) -> list[int] | None:
+    ) -> list[SmallPageId] | None:
         """Return the pages of a text between two points. None if one is not cached."""
         slots = table.grain.page_slots
         numbers = range(start_tokens // slots, (num_tokens + self.ahead_tokens) // slots)
@@ -726,10 +731,10 @@ class CheckpointTree:
 
     def _windows(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
-    ) -> list[tuple[Table, list[int]]] | None:
+    ) -> list[tuple[Table, list[SmallPageId]]] | None:
         """Return the pages of the windows before a point. None if one has a gap."""
-        found: list[tuple[Table, list[int]]] = []
-        for table in self._alone:
+        found: list[tuple[Table, list[SmallPageId]]] = []
+        for table in self._window_tables:
             numbers = table.policy.reused_pages(facts, (), table.grain, num_tokens)
             if not numbers:
                 continue
@@ -741,11 +746,11 @@ class CheckpointTree:
             found.append((table, pages))
         return found
 
-    def _pin(self, node: Checkpoint, table: Table, pages: list[int]) -> None:
+    def _pin(self, node: Checkpoint, table: Table, pages: list[SmallPageId]) -> None:
         """Give a node pages that belong to its point alone."""
         num_new = table.pin(pages)
-        node.alone.append((table.index, pages))
-        node.alone_bytes += num_new * table.spec.small_page_bytes
+        node.point_pages.append((table.index, pages))
+        node.point_bytes += num_new * table.spec.small_page_bytes
 
     def _pin_states(
         self, node: Checkpoint, point_key: Hashable, given: Sequence[StatePage]
@@ -756,13 +761,13 @@ class CheckpointTree:
         its states, but not the tokens that layers read ahead.
         """
         page_of = dict(given)
-        for table in self._states:
+        for table in self._state_tables:
             page = table.page_of(point_key)
             if page is None:
                 page = page_of.pop(table.index)
-                table.enter_state(page, point_key)
+                table.commit_state(page, point_key)
                 self._pin(node, table, [page])
-                table.leave_pages([page])
+                table.release_pages([page])
             else:
                 self._pin(node, table, [page])
         self._release(list(map(StatePage._make, page_of.items())))
@@ -787,7 +792,7 @@ class CheckpointTree:
             return []
         states = [
             StatePage(index, pages[0])
-            for index, pages in node.alone
+            for index, pages in node.point_pages
             if self._tables[index].policy.is_overwritten
         ]
         for index, page in states:
@@ -796,10 +801,10 @@ class CheckpointTree:
                 return []
         for index, page in states:
             table = self._tables[index]
-            table.pages.share([page])
+            table.pages.share_pages([page])
             table.forget(page)
         point, lost_bytes = node.point, self.num_lost_bytes
-        self.history.forget(point)
+        self.points.forget(point)
         self._stop_keeping(node, None)
         if node.num_tokens >= next_tokens or not self._lasts(node):
             self._prune(node)
@@ -821,7 +826,7 @@ class CheckpointTree:
         # Unused pages would become empty, and pages of a request would replace them.
         return all(
             max(map(table.pages.stamps.__getitem__, pages)) < 0
-            for table, pages in zip(self._lasting, node.segment, strict=True)
+            for table, pages in zip(self._prefix_tables, node.segment, strict=True)
         )
 
     def prune(self, node: Checkpoint) -> None:
@@ -885,11 +890,11 @@ class CheckpointTree:
         if node is None:
             return False
         self._measure(node)
-        self._price = self._policy.worth(node, self.history.time)
-        self._price_ends = self.history.time + self._price_bytes
+        self._price = self._policy.worth(node, self.points.time)
+        self._price_ends = self.points.time + self._price_bytes
         point, num_tokens, lost_bytes = node.point, node.num_tokens, self.num_lost_bytes
         cause = EvictionCause.END
-        if self.has_alone or not self._cut(node):
+        if self.has_point_pages or not self._cut(node):
             cause = EvictionCause.CHECKPOINT
             self.evict(node)
         if self.log is not None:
@@ -956,9 +961,9 @@ class CheckpointTree:
         if node.place == NOT_IN_POOL or node is self._protected:
             return NOT_QUEUED
         # As in `_measure`, the last page of each part tells whether it is used, and when it was.
-        lasts = [(self._tables[index].pages, pages[-1]) for index, pages in node.alone[-1:]]
+        lasts = [(self._tables[index].pages, pages[-1]) for index, pages in node.point_pages[-1:]]
         lasts += [
-            (self._lasting[0].pages, each.segment[0][-1])
+            (self._prefix_tables[0].pages, each.segment[0][-1])
             for each in self._leaving(node)
             if each.segment_bytes
         ]
@@ -979,7 +984,7 @@ class CheckpointTree:
         return self._least_of(pool, chosen)
 
     def _least_of(self, nodes: Sequence[Checkpoint], chosen: Collection[int]) -> Checkpoint | None:
-        time, worth = self.history.time, self._policy.worth
+        time, worth = self.points.time, self._policy.worth
         least, victim = 0.0, None
         for node in nodes:
             if node is self._protected or id(node) in chosen:
@@ -996,11 +1001,11 @@ class CheckpointTree:
         before = node.kept_before
         node.saved_tokens = node.num_tokens - (before.num_tokens if before is not None else 0)
         num_bytes = 0
-        if node.alone:
-            index, pages = node.alone[-1]
+        if node.point_pages:
+            index, pages = node.point_pages[-1]
             # A request that goes on from here uses the end of a window for longest.
             if self._tables[index].pages.stamps[pages[-1]] >= 0:
-                num_bytes = node.alone_bytes
+                num_bytes = node.point_bytes
         node.own_bytes = num_bytes + sum(
             each.segment_bytes
             for each in self._leaving(node)
@@ -1022,7 +1027,7 @@ class CheckpointTree:
 
     def _is_used(self, node: Checkpoint) -> bool:
         """Whether a request uses the end of a segment, and therefore all of it."""
-        return self._lasting[0].pages.stamps[node.segment[0][-1]] < 0
+        return self._prefix_tables[0].pages.stamps[node.segment[0][-1]] < 0
 
     def upcoming(self, num_bytes: int) -> list[tuple[Checkpoint, int]]:
         """Return the checkpoints to be evicted next, and the bytes that each will free.
@@ -1039,7 +1044,7 @@ class CheckpointTree:
         while left >= least:
             node = self._draw(found)
             # A checkpoint that is evicted whole is not next if far fewer bytes will probably go.
-            if node is None or (self.has_alone and node.own_bytes > UPCOMING_SLACK * left):
+            if node is None or (self.has_point_pages and node.own_bytes > UPCOMING_SLACK * left):
                 break
             found.add(id(node))
             self._upcoming.insert(0, node)
@@ -1047,11 +1052,15 @@ class CheckpointTree:
         chosen: list[tuple[Checkpoint, int]] = []
         left = num_bytes
         for node in reversed(self._upcoming):
-            chosen.append((node, node.own_bytes if self.has_alone else min(left, node.own_bytes)))
+            chosen.append(
+                (node, node.own_bytes if self.has_point_pages else min(left, node.own_bytes))
+            )
             left -= chosen[-1][1]
         return chosen
 
-    def pages_of(self, node: Checkpoint, num_bytes: int) -> Iterator[tuple[Table, list[int]]]:
+    def pages_of(
+        self, node: Checkpoint, num_bytes: int
+    ) -> Iterator[tuple[Table, list[SmallPageId]]]:
         """Yield the pages that go with a checkpoint, by page table.
 
         Args:
@@ -1059,15 +1068,15 @@ class CheckpointTree:
             num_bytes: Without windows and states, bytes at the end of its segment to which the
                 pages are limited.
         """
-        for index, pages in node.alone:
+        for index, pages in node.point_pages:
             yield self._tables[index], pages
         for each in self._leaving(node):
             if not each.segment_bytes:  # An image has no segment.
                 break
-            share = 1.0 if self.has_alone else min(1.0, num_bytes / each.segment_bytes)
-            for table, pages in zip(self._lasting, each.segment, strict=True):
+            share = 1.0 if self.has_point_pages else min(1.0, num_bytes / each.segment_bytes)
+            for table, pages in zip(self._prefix_tables, each.segment, strict=True):
                 yield table, pages[len(pages) - int(share * len(pages)) :]
-            if not self.has_alone:
+            if not self.has_point_pages:
                 break
 
     def evict(self, node: Checkpoint) -> None:
@@ -1075,7 +1084,7 @@ class CheckpointTree:
         self.num_evicted += 1
         heir = node.kept_before
         if heir is not None:
-            heir.heir_of = self._policy.heir_of(node, heir, self.history.time)
+            heir.heir_of = self._policy.heir_of(node, heir, self.points.time)
         self._let_go(node, self._host)
 
     def _let_go(self, node: Checkpoint, host: HostCache | None) -> None:
@@ -1089,16 +1098,16 @@ class CheckpointTree:
         node.is_kept = False
         node.heir_of = None
         node.point = NO_POINT
-        for index, pages in node.alone:
+        for index, pages in node.point_pages:
             self._unpin(self._tables[index], pages, host)
-        node.alone = []
-        node.alone_bytes = 0
+        node.point_pages = []
+        node.point_bytes = 0
 
     def _prune(self, node: Checkpoint, host: HostCache | None = None) -> None:
         """Remove a node that nothing needs, and then its parents if nothing needs them either."""
         while node.parent is not None and not self._is_needed(node):
-            for table, pages in zip(self._lasting, node.segment, strict=True):
-                table.own(pages, node, None)
+            for table, pages in zip(self._prefix_tables, node.segment, strict=True):
+                table.assign_segment(pages, node, None)
                 self._unpin(table, pages, host)
             del self._by_key[node.key]
             if node.name != node.key:
@@ -1119,7 +1128,7 @@ class CheckpointTree:
             return False
         if not node.segment_bytes:  # An image is evicted whole.
             return False
-        guide = self._lasting[0]
+        guide = self._prefix_tables[0]
         end_tokens = num_tokens + self.ahead_tokens
         last = end_tokens // guide.grain.page_slots - node.first_pages[0] - 1
         if last < 0:
@@ -1129,11 +1138,11 @@ class CheckpointTree:
             key = key[0]
         if key in self._by_key or self._cut_nodes.get(node.name, node) is not node:
             return False
-        for slot, table in enumerate(self._lasting):
-            num_pages = end_tokens // table.grain.page_slots - node.first_pages[slot]
-            pages = node.segment[slot][num_pages:]
-            del node.segment[slot][num_pages:]
-            table.own(pages, node, None)
+        for index, table in enumerate(self._prefix_tables):
+            num_pages = end_tokens // table.grain.page_slots - node.first_pages[index]
+            pages = node.segment[index][num_pages:]
+            del node.segment[index][num_pages:]
+            table.assign_segment(pages, node, None)
             self._unpin(table, pages, self._host)
             node.segment_bytes -= len(pages) * table.spec.small_page_bytes
         self._leave_pool(node)
@@ -1144,7 +1153,7 @@ class CheckpointTree:
         self._enter_pool(node)
         return True
 
-    def _unpin(self, table: Table, pages: list[int], host: HostCache | None) -> None:
+    def _unpin(self, table: Table, pages: list[SmallPageId], host: HostCache | None) -> None:
         """Record that a node no longer needs pages. Pages without need and users become empty.
 
         Args:
@@ -1180,16 +1189,16 @@ class CheckpointTree:
 
     def check(self) -> None:
         """Raise `InvariantError` unless pages are pinned exactly by the nodes that need them."""
-        pins: list[dict[int, int]] = [{} for _ in self._tables]
+        pins: list[dict[SmallPageId, int]] = [{} for _ in self._tables]
         children: dict[int, int] = {}
         nodes = list(self._by_key.values())
         for node in nodes:
             self._check_node(node)
             children[id(node.parent)] = children.get(id(node.parent), 0) + 1
-            for table, pages in zip(self._lasting, node.segment, strict=True):
+            for table, pages in zip(self._prefix_tables, node.segment, strict=True):
                 for page in pages:
                     pins[table.index][page] = pins[table.index].get(page, 0) + 1
-            for index, pages in node.alone:
+            for index, pages in node.point_pages:
                 for page in pages:
                     pins[index][page] = pins[index].get(page, 0) + 1
         for table, expected in zip(self._tables, pins, strict=True):
@@ -1219,15 +1228,15 @@ class CheckpointTree:
             "in another place of the pool": node.place != NOT_IN_POOL
             and self._pool[node.place : node.place + 1] != [node],
         }
-        for slot, table in enumerate(self._lasting):
+        for index, table in enumerate(self._prefix_tables):
             if parent is None or is_image:
                 continue
             slots = table.grain.page_slots
             first, end = parent.end_tokens // slots, node.end_tokens // slots
-            pages = node.segment[slot]
+            pages = node.segment[index]
             problems[f"pages of {table.spec.name!r} missing"] = len(pages) != end - first
             problems[f"pages of {table.spec.name!r} begin elsewhere"] = (
-                node.first_pages[slot] != first
+                node.first_pages[index] != first
             )
         for problem, found in problems.items():
             if found:

@@ -20,9 +20,9 @@ Source: Marconi (arXiv 2411.19379), section 4, for states at branches and ends.
 from collections.abc import Collection, Sequence
 
 from jenga.arena.allocator import Allocator
-from jenga.arena.large_pages import NULL_PAGE
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
+from jenga.page_ids import NULL_PAGE, HostPageId, SmallPageId
 from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
 from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import EvictionNotices
@@ -150,7 +150,7 @@ class Checkpoints:
         request.checkpoints.last_checkpoint = node_before
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
-        if tree.has_alone:
+        if tree.has_point_pages:
             plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
         plan[end] = Kind.PROMPT_END
         if not hit_tokens or branch_tokens - hit_tokens >= self._least_gap:
@@ -189,7 +189,7 @@ class Checkpoints:
 
     # Making checkpoints
 
-    def enter_images(self, request: Request, table: Table, start: int) -> None:
+    def keep_images(self, request: Request, table: Table, start: int) -> None:
         """Keep images whose pages, from the request's page `start` on, can be found now."""
         end = request.pages.num_committed[table.index]
         if start < end:
@@ -312,7 +312,7 @@ class Checkpoints:
         ):
             return
         node = self._keep(request, num_tokens, kind, pages)
-        if node is None and self._enter_missing(request, num_tokens):
+        if node is None and self._commit_missing(request, num_tokens):
             node = self._keep(request, num_tokens, kind, pages)
         if node is None:
             for index, page in pages:
@@ -337,7 +337,7 @@ class Checkpoints:
         if self._host is None or answer is None or answer.is_kept:
             return
         key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
-        point = self._tree.history.get(key)
+        point = self._tree.points.get(key)
         if point is None or point.past != Past.READ:
             for table in self.states:
                 self._host.drop(table, key)
@@ -360,18 +360,18 @@ class Checkpoints:
             node.left_by = request.name
         return node
 
-    def _enter_missing(self, request: Request, num_tokens: int) -> bool:
+    def _commit_missing(self, request: Request, num_tokens: int) -> bool:
         """Enter pages of a request whose content was in another page that has been evicted since.
 
         Returns:
             Whether there were any.
         """
-        has_entered = False
+        has_committed = False
         for table in self._tables:
             if not table.policy.is_overwritten and not table.policy.names_images:
                 end = (num_tokens + self._ahead_tokens) // table.grain.page_slots
-                has_entered |= table.enter_missing(request, end)
-        return has_entered
+                has_committed |= table.commit_missing(request, end)
+        return has_committed
 
     def end_request(self, request: Request, branches: Collection[int]) -> None:
         """Leave the last checkpoints of a request that ends. The request still has its pages.
@@ -381,7 +381,7 @@ class Checkpoints:
             branches: Numbers of tokens after which a waiting request parts from its text.
         """
         facts, tree = request.facts, self._tree
-        tree.history.time += self._token_bytes * max(
+        tree.points.time += self._token_bytes * max(
             0, request.committed_tokens - max(facts.prompt_tokens, request.hit_tokens)
         )
         self.make_passed(request, request.committed_tokens, branches)
@@ -405,7 +405,7 @@ class Checkpoints:
         """Make the checkpoint of a hit the last to be evicted, until its states are copied."""
         node = None
         if hit.num_tokens and self.states:
-            node = self._tree.at(hit.prefix_hashes, hit.num_tokens)
+            node = self._tree.node_at(hit.prefix_hashes, hit.num_tokens)
         self._tree.protect(node)
 
     def copy_states(self, request: Request, hit: PrefixHit) -> None:
@@ -414,8 +414,8 @@ class Checkpoints:
         if not hit.num_tokens or not self.states:
             return
         self.num_states_read += 1
-        moves: list[tuple[Table, int, int]] = []
-        loads: list[tuple[Table, int, int]] = []
+        moves: list[tuple[Table, SmallPageId, SmallPageId]] = []
+        loads: list[tuple[Table, HostPageId, SmallPageId]] = []
         for table in self.states:
             pages = hit.pages[table.index]
             if not pages:
@@ -427,7 +427,7 @@ class Checkpoints:
         for table, source, target in loads:
             self._copy(table, source, target, CopyPath.FROM_HOST)
 
-    def _move(self, moves: list[tuple[Table, int, int]]) -> None:
+    def _move(self, moves: list[tuple[Table, SmallPageId, SmallPageId]]) -> None:
         """Order copies of one state's parts, so that each is read before it is written over.
 
         In a full arena, a request may have been given the very pages of the state. Such a page is
@@ -453,13 +453,17 @@ class Checkpoints:
             self._copy(table, source, target)
 
     def _copy(
-        self, table: Table, source: int, target: int, path: CopyPath = CopyPath.IN_ARENA
+        self,
+        table: Table,
+        source: SmallPageId | HostPageId,
+        target: SmallPageId,
+        path: CopyPath = CopyPath.IN_ARENA,
     ) -> None:
         copy = PageCopy(table_index=table.index, source=source, target=target, path=path)
         self._copies.order_copy(copy)
 
 
-def _running_page(request: Request, table: Table, num_tokens: int) -> int:
+def _running_page(request: Request, table: Table, num_tokens: int) -> SmallPageId:
     """Return the page of a request's state after `num_tokens` tokens."""
     pages = request.pages.small_pages[table.index]
     return pages[num_tokens % len(pages)]

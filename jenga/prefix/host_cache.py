@@ -8,25 +8,26 @@ for.
 
 Copies are orders. The engine makes them before the kernels of a step run, one after the other.
 Content may therefore be copied out of a page that is given away in the same step. Copies of content
-that will probably be evicted in the next step are separate (`store_ahead`). They run concurrently
-with the kernels.
+that will probably be evicted in the next step are separate (`write_back_pages`). They run
+concurrently with the kernels.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from sys import maxsize
-from typing import overload
+from typing import cast, overload
 
 from jenga.arena.allocator import Allocator
 from jenga.errors import InvariantError
+from jenga.page_ids import HostPageId, OwnerId, SmallPageId
 from jenga.prefix.copy_orders import CopyOrders
 from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
-from jenga.tables.request import CopyPath, HostPageId, PageCopy, PrefixHit, Request
+from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request
 from jenga.tables.stats import MemoryReport, check_memory, host_table_memory
 
-_OWNER = 1
+_OWNER = OwnerId(1)
 """Owner of all pages while they are filled. Any positive number would do."""
 
 _PLACE_BITS = 28
@@ -84,8 +85,8 @@ class EitherPages(Sequence[int | None]):
     @overload
     def __getitem__(self, index: int) -> int | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+    def __getitem__(self, index: slice) -> Sequence[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int | None] | None:
         if isinstance(index, slice):
             found = self.in_arena[index]
             if None not in found:
@@ -127,6 +128,8 @@ class EitherPages(Sequence[int | None]):
 
 class HostCache:
     """Records which content is in which page of host memory.
+
+    Inside, its pages are small pages of its own allocator. Outside, they are `HostPageId`s.
 
     Attributes:
         num_lost: Number of pages evicted from there so far.
@@ -177,9 +180,9 @@ class HostCache:
         for index, pages in enumerate(self._allocator.tables):
             num_pages = num_large_pages * pages.pages_per_large
             self._caches.append(
-                ContentIndex(num_pages, pages.row)
+                ContentIndex(num_pages, pages.ids_of_run)
                 if changes is None
-                else RecordingIndex(num_pages, pages.row, index, changes, is_on_host=True)
+                else RecordingIndex(num_pages, pages.ids_of_run, index, changes, is_on_host=True)
             )
         self._time = 0
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0
@@ -202,7 +205,7 @@ class HostCache:
 
     # Copies from the arena
 
-    def store(self, table: Table, pages: Sequence[int]) -> None:
+    def store(self, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Order copies of pages that leave the arena, unless their content is here already.
 
         Args:
@@ -218,7 +221,7 @@ class HostCache:
         self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
         self._copies.order_copies(self._bring(table, new))
 
-    def store_ahead(self, table: Table, pages: Sequence[int]) -> list[PageCopy]:
+    def write_back_pages(self, table: Table, pages: Sequence[SmallPageId]) -> list[PageCopy]:
         """Return copies of pages that will soon leave the arena. The pages stay there until then.
 
         When they leave, their content is here already, and only becomes the last to be lost.
@@ -241,13 +244,13 @@ class HostCache:
         self._ahead_bytes += len(copies) * table.spec.small_page_bytes
         return copies
 
-    def _renew(self, index: int, pages: Sequence[int]) -> None:
+    def _renew(self, index: int, pages: Sequence[SmallPageId]) -> None:
         """Make pages the last to be evicted, the first of them first."""
         own, first = self._allocator.tables[index], self._time << _PLACE_BITS
         unused = [page for page in pages if own.stamps[page] >= 0]
         own.rerank(unused, range(first, first + len(unused)))
 
-    def _bring(self, table: Table, leaving: Sequence[int]) -> list[PageCopy]:
+    def _bring(self, table: Table, leaving: Sequence[SmallPageId]) -> list[PageCopy]:
         """Take pages for content that is new here, as many as there is room for."""
         index = table.index
         own, cache = self._allocator.tables[index], self._caches[index]
@@ -266,13 +269,14 @@ class HostCache:
         # Consecutive pages of the arena become consecutive pages here, so that they are one copy.
         page_of = dict(zip(sorted(leaving), taken[index], strict=True))
         pages = [page_of[page] for page in leaving]
-        cache.enter(pages, [table.cache.keys[page] for page in leaving])
+        cache.insert(pages, [table.cache.keys[page] for page in leaving])
         first = self._time << _PLACE_BITS
-        own.retire(pages, [first + place for place in range(len(pages))])
+        own.release_cached(pages, [first + place for place in range(len(pages))])
         self._stored_bytes += len(pages) * table.spec.small_page_bytes
+        host_page_of = cast("dict[SmallPageId, HostPageId]", page_of)
         return [
             PageCopy(table_index=index, source=source, target=target, path=CopyPath.TO_HOST)
-            for source, target in page_of.items()
+            for source, target in host_page_of.items()
         ]
 
     def _forget_evicted(self) -> None:
@@ -306,10 +310,10 @@ class HostCache:
 
     def pin_pages(self, table: Table, pages: Sequence[HostPageId]) -> None:
         """Keep pages until they are loaded, even if others are stored before."""
-        self._allocator.tables[table.index].share(pages)
+        self._allocator.tables[table.index].share_pages(cast("Sequence[SmallPageId]", pages))
 
-    def load_ahead(
-        self, table: Table, sources: Sequence[HostPageId], targets: Sequence[int]
+    def prefetch_pages(
+        self, table: Table, sources: Sequence[HostPageId], targets: Sequence[SmallPageId]
     ) -> list[PageCopy]:
         """Return copies of held pages to arena pages that a later step will read.
 
@@ -332,7 +336,7 @@ class HostCache:
         """Release held pages and make them the last to be evicted, the first page last of all."""
         first = self._time << _PLACE_BITS
         ranks = range(first + len(pages) - 1, first - 1, -1)
-        self._allocator.tables[index].retire(pages, ranks)
+        self._allocator.tables[index].release_cached(cast("Sequence[SmallPageId]", pages), ranks)
 
     def pin_hit(self, hit: PrefixHit) -> None:
         """Do the work of `pin_pages` for all pages that a hit reads from here."""
@@ -377,7 +381,7 @@ class HostCache:
         """Forget all content."""
         for cache in self._caches:
             cache.clear()
-        self._allocator.large_pages.surrender_all()
+        self._allocator.large_pages.close_reclaimable()
         self.num_lost += 1
 
     def memory(self) -> MemoryReport:

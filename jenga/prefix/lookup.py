@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
-from jenga.arena.large_pages import NULL_PAGE
+from jenga.page_ids import NULL_PAGE, HostPageId, SmallPageId
 from jenga.policies import ALL_PAGES, NEVER, RequestFacts
 from jenga.prefix.host_cache import EitherPages, HostCache
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.page_table import Table
-from jenga.tables.request import MISSING, NO_LIMIT, HostPageId, PrefixHit, Version
+from jenga.tables.request import MISSING, NO_LIMIT, PrefixHit, Version
 
-_Found = FoundPages | EitherPages | list[int | None]
+_Found = FoundPages | EitherPages | list[SmallPageId | None]
 
 
 def longest_prefix(  # noqa: PLR0913  one question, all it depends on
@@ -102,7 +102,7 @@ def _agree(
 class _Reused(NamedTuple):
     """The fields of `PrefixHit` for one page table."""
 
-    pages: Sequence[int]
+    pages: Sequence[SmallPageId]
     host_pages: Mapping[int, HostPageId]
     has_missing: bool
 
@@ -130,7 +130,7 @@ def _reused(table: Table, facts: RequestFacts, found: _Found, num_tokens: int) -
             }
             host_pages = cast("dict[int, HostPageId]", of_places)
     else:
-        pages = cast("list[int]", reused)
+        pages = cast("list[SmallPageId]", reused)
     if table.policy.is_overwritten or not first:
         return _Reused(pages, host_pages, has_missing)
     touched = table.policy.update_last_access(facts, num_tokens, num_tokens)
@@ -139,12 +139,14 @@ def _reused(table: Table, facts: RequestFacts, found: _Found, num_tokens: int) -
     return _Reused(before_pages + pages, host_pages, has_missing or num_given_up < first)
 
 
-def _pages_of(found: FoundPages | list[int | None], numbers: Sequence[int]) -> list[int | None]:
+def _pages_of(
+    found: FoundPages | list[SmallPageId | None], numbers: Sequence[int]
+) -> list[SmallPageId | None]:
     """Return the pages from the first to the last number, with None for numbers left out."""
     first, end = numbers[0], numbers[-1] + 1
     if len(numbers) == end - first:
         return found[first:end]
-    pages: list[int | None] = [None] * (end - first)
+    pages: list[SmallPageId | None] = [None] * (end - first)
     for number in numbers:
         pages[number - first] = found[number]
     return pages

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jenga.page_ids import SmallPageId
 from jenga.policies import NEVER, RequestFacts
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
@@ -153,7 +154,7 @@ class MissLog:
 
     # Losses
 
-    def lose_pages(self, table: Table, pages: Sequence[int]) -> None:
+    def lose_pages(self, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Note pages that leave the cache. The next call of `record_loss` gives the reason.
 
         Args:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from jenga.arena.allocator import Allocator
 from jenga.arena.ranks import LOADED_RANK
 from jenga.errors import InvariantError, NotLoadedError
+from jenga.page_ids import HostPageId, OwnerId, SmallPageId
 from jenga.policies import ALL_PAGES
 from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
-from jenga.tables.request import HostPageId, PageCopy, PrefixHit
+from jenga.tables.request import PageCopy, PrefixHit
 
 STEP_BYTES = 256 << 20
 """Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
@@ -35,7 +36,7 @@ LOADED_TOKENS = 4
 Reading stored keys and values is cheaper than computing them.
 """
 
-_OWNER = 1 << 62
+_OWNER = OwnerId(1 << 62)
 """Owner for which pages are taken. It is no request, since requests have small numbers."""
 
 
@@ -104,7 +105,7 @@ class Prefetch:
         self._hit: PrefixHit | None = None
         self._step = 0
         # Step in which pages were loaded, their page table, and the pages, oldest first.
-        self._loaded: deque[tuple[int, Table, list[int]]] = deque()
+        self._loaded: deque[tuple[int, Table, list[SmallPageId]]] = deque()
         self._reserve_large_pages = 0
         self._last: tuple[str, int] = "", 0  # request put off last, and its bytes
 
@@ -151,7 +152,7 @@ class Prefetch:
                 for page, key in zip(pages, table.keys_of(pages), strict=True)
                 if key is not None and stamps[page] >= 0 and rank_of(page) >= LOADED_RANK
             ]
-            table.pages.rerank(left, table.clock.loose(len(left)))
+            table.pages.rerank(left, table.clock.loose_ranks(len(left)))
 
     def prefetch_pages(self, num_tokens: int) -> list[PageCopy]:
         """Return copies for the admission put off in this step. Their content counts as cached now.
@@ -175,18 +176,18 @@ class Prefetch:
         if taken is None:
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
-        self._allocator.disown(_OWNER)
+        self._allocator.release_claim(_OWNER)
         self._eviction_notices.deliver()
         copies: list[PageCopy] = []
         for load in loads:
             table, pages = load.table, taken[load.table.index]
-            copies += self._host.load_ahead(table, load.sources, pages)
+            copies += self._host.prefetch_pages(table, load.sources, pages)
             if table.cache is not None:
                 # One by one, because they need not follow each other in the page table.
                 for page, key in zip(pages, load.keys, strict=True):
-                    table.cache.enter_page(page, key)
+                    table.cache.insert_page(page, key)
             pages = [page for page in pages if table.keys_of([page])[0] is not None]
-            table.pages.retire(pages, table.clock.loaded(len(pages)))
+            table.pages.release_cached(pages, table.clock.loaded_ranks(len(pages)))
             self._loaded.append((self._step, table, pages))
         return copies
 

@@ -222,10 +222,10 @@ class PrefixCache:
             end = table.policy.final_pages(facts, num_tokens, table.grain)
             start = committed[index]
             if end > start:
-                if table.enter(request, prefix_hashes, end):
+                if table.commit_pages(request, prefix_hashes, end):
                     self._num_losses += 1
                 if table.policy.names_images:
-                    self.checkpoints.enter_images(request, table, start)
+                    self.checkpoints.keep_images(request, table, start)
 
     def keep_state(
         self,
@@ -273,7 +273,7 @@ class PrefixCache:
             if table.cache is not None:
                 table.cache.clear()
         self.tree.clear()
-        self._large_pages.surrender_all()
+        self._large_pages.close_reclaimable()
         self.copies.cancel_copies()
         if self.host is not None:
             self.host.clear()

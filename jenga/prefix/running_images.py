@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from jenga.arena.small_pages import Sharing
+from jenga.page_ids import SmallPageId
 from jenga.policies import Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
 from jenga.prefix.checkpoint_tree import CheckpointTree
@@ -33,7 +34,7 @@ class FoundImages:
 
     table: Table
     num_pages_before: int
-    pages: list[int]
+    pages: list[SmallPageId]
     sharing: Sharing
     is_shared: bool = False
 
@@ -64,7 +65,7 @@ class RunningImages:
         cached = self.cached(image)
         return bool(cached) and all(None not in pages for pages in cached.values())
 
-    def cached(self, image: Image) -> dict[int, list[int | None]]:
+    def cached(self, image: Image) -> dict[int, list[SmallPageId | None]]:
         """Return page tables of images -> the pages in which an image is cached, or None."""
         facts = RequestFacts(images=(image,))
         return {
@@ -107,7 +108,7 @@ class RunningImages:
                 pages = list(found.values())
                 sharing = sharing_of(table, pages, may_repeat=True)
                 all_found.append(FoundImages(table, num_pages, pages, sharing))
-                self._growth.adopt(
+                self._growth.append_found(
                     request,
                     table,
                     [found.get(number, MISSING) for number in range(num_pages, end)],
@@ -124,17 +125,17 @@ class RunningImages:
     def share(self, all_found: Sequence[FoundImages]) -> None:
         """Add a user to the pages found."""
         for found in all_found:
-            found.table.pages.use(found.sharing)
+            found.table.pages.share_prepared(found.sharing)
             if found.sharing.repeated:
-                found.table.pages.share(found.sharing.repeated)
+                found.table.pages.share_pages(found.sharing.repeated)
             found.is_shared = True
 
     def undo(self, request: Request, all_found: Sequence[FoundImages]) -> None:
         """Remove the pages found from a request, because its step was refused."""
         for found in all_found:
             if found.is_shared:
-                found.table.leave_pages(found.pages)
-            self._growth.shed(request, found.table, found.num_pages_before)
+                found.table.release_pages(found.pages)
+            self._growth.truncate(request, found.table, found.num_pages_before)
 
     def read(self, all_found: Sequence[FoundImages]) -> None:
         """Record that a request reads the images found."""
@@ -142,8 +143,8 @@ class RunningImages:
             self._tree.read_images(found.table, found.pages)
 
     def appended(
-        self, request: Request, all_found: Sequence[FoundImages], taken: Sequence[list[int]]
-    ) -> Sequence[list[int]]:
+        self, request: Request, all_found: Sequence[FoundImages], taken: Sequence[list[SmallPageId]]
+    ) -> Sequence[list[SmallPageId]]:
         """Return the pages that a step appended: those taken, and the images found among them."""
         if not all_found:
             return taken
@@ -171,7 +172,10 @@ class RunningImages:
                 node = self._tree.image(table, content)
                 if node is not None:
                     self._tree.evict(node)
-            named = [page for page, key in enumerate(cache.keys) if key is not None]
+            named = cast(
+                "list[SmallPageId]",
+                [page for page, key in enumerate(cache.keys) if key is not None],
+            )
             unused = [page for page in named if table.pages.stamps[page] >= 0]
             cache.forget(set(named).difference(unused))
             table.discard(unused)
@@ -179,7 +183,7 @@ class RunningImages:
 
 def _cached_pages(
     table: Table, policy: ImageSlots, facts: RequestFacts, pages: range
-) -> list[int | None]:
+) -> list[SmallPageId | None]:
     """Return the cached page of each page number of images, or None."""
     keys = policy.content_keys(facts, (), table.grain, pages)
     return [table.page_of(key) if key is not None else None for key in keys]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from jenga.arena.large_pages import NULL_PAGE
 from jenga.arena.small_pages import Sharing
+from jenga.page_ids import NULL_PAGE, SmallPageId
 from jenga.policies import RequestFacts
 from jenga.prefix.checkpoints import Checkpoints
 from jenga.tables.page_table import Table
@@ -16,7 +16,7 @@ from jenga.tables.stats import CacheReport, table_evictions
 class _TableStart(NamedTuple):
     """The fields of `HitStart` for one page table."""
 
-    pages: Sequence[int]
+    pages: Sequence[SmallPageId]
     has_missing: bool
     num_found: int
     sharing: Sharing | None
@@ -74,9 +74,9 @@ class HitStarts:
         """Add a user to the pages found, and make states to copy from the last to be evicted."""
         for table, sharing in zip(self._tables, start.sharing, strict=True):
             if sharing is not None:
-                table.pages.use(sharing)
+                table.pages.share_prepared(sharing)
                 if sharing.repeated:
-                    table.pages.share(sharing.repeated)
+                    table.pages.share_pages(sharing.repeated)
         hit = start.hit
         self._checkpoints.protect_hit(hit)
         self._asked_tokens += hit.asked_tokens
@@ -105,7 +105,7 @@ def _start_of_table(
     pages = hit.pages[table.index][: table.pages_for(touched).stop]
     if hit.has_missing[table.index] and MISSING in pages:
         has_missing, num_found = True, 0
-        cached: Sequence[int] = [page for page in pages if page > 0]
+        cached: Sequence[SmallPageId] = [page for page in pages if page > 0]
     else:
         has_missing, num_found = False, len(pages)
         num_given_up = pages.count(NULL_PAGE) if pages and pages[0] == NULL_PAGE else 0
@@ -114,12 +114,12 @@ def _start_of_table(
     return _TableStart(pages, has_missing, num_found, sharing)
 
 
-def sharing_of(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
+def sharing_of(table: Table, pages: Sequence[SmallPageId], *, may_repeat: bool) -> Sharing:
     """Prepare the sharing of pages. If an image is shown twice, its pages occur twice."""
     if not may_repeat:
-        return table.pages.sharing(pages)
-    seen: set[int] = set()
+        return table.pages.prepare_sharing(pages)
+    seen: set[SmallPageId] = set()
     repeated = [page for page in pages if page in seen or seen.add(page)]
     if not repeated:
-        return table.pages.sharing(pages)
-    return replace(table.pages.sharing(list(dict.fromkeys(pages))), repeated=repeated)
+        return table.pages.prepare_sharing(pages)
+    return replace(table.pages.prepare_sharing(list(dict.fromkeys(pages))), repeated=repeated)

@@ -8,6 +8,7 @@ vain.
 
 from collections.abc import Sequence
 
+from jenga.page_ids import SmallPageId
 from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
@@ -74,7 +75,7 @@ class WriteBack:
         most_bytes = self._expected.after_step(self._tree.num_lost_bytes)
         if not most_bytes:
             return []
-        leaving: dict[int, list[int]] = {}
+        leaving: dict[int, list[SmallPageId]] = {}
         for checkpoint, num_bytes in self._tree.upcoming(most_bytes):
             for table, pages in self._tree.pages_of(checkpoint, num_bytes):
                 stamps = table.pages.stamps
@@ -82,5 +83,5 @@ class WriteBack:
                 some += [page for page in pages if stamps[page] >= 0 and table.pins[page] == 1]
         copies: list[PageCopy] = []
         for index, pages in leaving.items():
-            copies += self._host.store_ahead(self._tables[index], pages)
+            copies += self._host.write_back_pages(self._tables[index], pages)
         return copies

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jenga.errors import InvariantError
+from jenga.page_ids import SmallPageId
 from jenga.tables.content_index import ContentIndex
 from jenga.tables.page_table import Table
 from jenga.tables.request import Request
@@ -45,7 +46,7 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         table: The page table.
         requests: All running requests.
     """
-    users: dict[int, int] = {}
+    users: dict[SmallPageId, int] = {}
     for request in requests:
         pages, first = (
             request.pages.small_pages[table.index],
@@ -62,18 +63,18 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         ]
         for page in (*pages[first:], *pending):
             users[page] = users.get(page, 0) + 1
-    shares = {page: count - 1 for page, count in users.items() if count > 1}
-    if shares != table.pages.shares or len(users) != table.pages.num_used:
+    extra_users = {page: count - 1 for page, count in users.items() if count > 1}
+    if extra_users != table.pages.extra_users or len(users) != table.pages.num_used:
         msg = (
-            f"{table.spec.name!r}: requests use {len(users)} pages and share {shares}; the "
-            f"allocator counts {table.pages.num_used} and {table.pages.shares}"
+            f"{table.spec.name!r}: requests use {len(users)} pages and share {extra_users}; the "
+            f"allocator counts {table.pages.num_used} and {table.pages.extra_users}"
         )
         raise InvariantError(msg)
     if table.cache is not None:
         _check_cache(table, table.cache, set(users))
 
 
-def _check_cache(table: Table, cache: ContentIndex, used: set[int]) -> None:
+def _check_cache(table: Table, cache: ContentIndex, used: set[SmallPageId]) -> None:
     cache.check()
     stamps = table.pages.stamps
     cached = {page for page, key in enumerate(cache.keys) if key is not None}

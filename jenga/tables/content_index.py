@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from jenga.errors import InvariantError
-from jenga.tables.found_pages import FoundPages, PageRow
+from jenga.page_ids import SmallPageId
+from jenga.tables.found_pages import NEW_IDS, FoundPages, IdsOfRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +58,24 @@ class ContentIndex:
         keys: Small page -> key of its content, or None if no request may find it.
     """
 
-    __slots__ = ("_pages", "_row", "keys")
+    __slots__ = ("_ids_of_run", "_pages", "keys")
 
-    def __init__(self, num_pages: int, row: PageRow = range) -> None:
+    def __init__(self, num_pages: int, ids_of_run: IdsOfRun = NEW_IDS) -> None:
         """Create an empty index.
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the numbers of consecutive held pages. It should return the same int
+            ids_of_run: Returns the ids of consecutive held pages. It should return the same int
                 objects as the allocator hands out, which makes comparing fast.
         """
-        self._pages: dict[Hashable, int] = {}
-        self._row = row
+        self._pages: dict[Hashable, SmallPageId] = {}
+        self._ids_of_run = ids_of_run
         self.keys: list[Hashable | None] = [None] * num_pages
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def get(self, key: Hashable) -> int | None:
+    def get(self, key: Hashable) -> SmallPageId | None:
         """Return the page of a key, or None."""
         return self._pages.get(key)
 
@@ -84,11 +85,11 @@ class ContentIndex:
         Args:
             keys: Hashes, or names of other types. None stands for a page without a name.
         """
-        return FoundPages(self._pages, self.keys, self._row, keys)
+        return FoundPages(self._pages, self.keys, self._ids_of_run, keys)
 
-    def enter(
-        self, pages: Sequence[int], keys: Sequence[Hashable]
-    ) -> dict[int, tuple[int, Hashable]]:
+    def insert(
+        self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
+    ) -> dict[SmallPageId, tuple[SmallPageId, Hashable]]:
         """Let pages be found under keys.
 
         Null pages and keys that are None are skipped. A key may occur several times.
@@ -98,7 +99,7 @@ class ContentIndex:
             are the first page that was not entered because of that page, and the key.
         """
         page_of, key_of = self._pages.setdefault, self.keys
-        others: dict[int, tuple[int, Hashable]] = {}
+        others: dict[SmallPageId, tuple[SmallPageId, Hashable]] = {}
         for page, key in zip(pages, keys, strict=True):
             if page > 0 and key is not None:
                 found = page_of(key, page)
@@ -108,19 +109,19 @@ class ContentIndex:
                     others.setdefault(found, (page, key))
         return others
 
-    def enter_page(self, page: int, key: Hashable) -> bool:
-        """Do the work of `enter` for one page. Return whether it was entered."""
+    def insert_page(self, page: SmallPageId, key: Hashable) -> bool:
+        """Do the work of `insert` for one page. Return whether it was entered."""
         if page <= 0 or key is None or self._pages.setdefault(key, page) != page:
             return False
         self.keys[page] = key
         return True
 
-    def move(self, key: Hashable, old: int, new: int) -> None:
+    def move(self, key: Hashable, old: SmallPageId, new: SmallPageId) -> None:
         """Let another page be found under a key. The old page is not found any more."""
         self._pages[key] = new
         self.keys[new], self.keys[old] = key, None
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Iterable[SmallPageId]) -> None:
         """Make cached pages impossible to find."""
         page_of, key_of = self._pages, self.keys
         for page in pages:
@@ -147,7 +148,7 @@ class RecordingIndex(ContentIndex):
     def __init__(
         self,
         num_pages: int,
-        row: PageRow,
+        ids_of_run: IdsOfRun,
         table_index: int,
         changes: ChangeLog,
         *,
@@ -157,19 +158,19 @@ class RecordingIndex(ContentIndex):
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the numbers of consecutive held pages.
+            ids_of_run: Returns the ids of consecutive held pages.
             table_index: The page table.
             changes: Records the changes.
             is_on_host: Whether the pages are those of host memory.
         """
-        super().__init__(num_pages, row)
+        super().__init__(num_pages, ids_of_run)
         self._table_index = table_index
         self._log = changes
         self._is_on_host = is_on_host
 
-    def enter(
-        self, pages: Sequence[int], keys: Sequence[Hashable]
-    ) -> dict[int, tuple[int, Hashable]]:
+    def insert(
+        self, pages: Sequence[SmallPageId], keys: Sequence[Hashable]
+    ) -> dict[SmallPageId, tuple[SmallPageId, Hashable]]:
         """See `ContentIndex`. A key that had a page before is no change."""
         known = {None, *(key for key in keys if key in self._pages)}
         is_new: list[bool] = []
@@ -177,21 +178,21 @@ class RecordingIndex(ContentIndex):
             is_new.append(page > 0 and key not in known)
             if page > 0:
                 known.add(key)
-        others = super().enter(pages, keys)
+        others = super().insert(pages, keys)
         for entered, run in groupby(zip(is_new, keys, strict=True), lambda each: each[0]):
             if entered:
                 self._record([key for _, key in run], is_found=True)
         return others
 
-    def enter_page(self, page: int, key: Hashable) -> bool:
+    def insert_page(self, page: SmallPageId, key: Hashable) -> bool:
         """See `ContentIndex`. A key that had a page before is no change."""
         was_found = key in self._pages
-        is_entered = super().enter_page(page, key)
-        if is_entered and not was_found:
+        is_inserted = super().insert_page(page, key)
+        if is_inserted and not was_found:
             self._record([key], is_found=True)
-        return is_entered
+        return is_inserted
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Iterable[SmallPageId]) -> None:
         """See `ContentIndex`."""
         gone = list(pages)
         keys = [self.keys[page] for page in gone]

@@ -2,41 +2,53 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from sys import maxsize
-from typing import overload
+from typing import cast, overload
 
-from jenga.arena.page_runs import row_end
+from jenga.arena.page_runs import run_end
+from jenga.page_ids import SmallPageId
 
-PageRow = Callable[[int, int], Sequence[int]]
-"""Function that returns the numbers of consecutive pages, from the first to one past the last."""
+IdsOfRun = Callable[[int, int], Sequence[SmallPageId]]
+"""Function that returns the ids of consecutive pages, from the first to one past the last."""
+
+NEW_IDS = cast("IdsOfRun", range)
+"""Function that makes the ids anew, for an index without an allocator."""
 
 FIRST_LOOKED_UP = 4
 """Number of keys looked up together at first.
 
-It doubles with each further lookup, until the pages found are in a long row.
+It doubles with each further lookup, until the pages found are in a long run.
 """
 
-LONG_ROW = 64
+LONG_RUN = 64
 """Number of consecutive pages from which comparing keys takes less time than looking them up.
 
 This holds even for keys that were used just before.
 """
 
 
-class FoundPages(Sequence[int | None]):
+class FoundPages(Sequence[SmallPageId | None]):
     """Pages of keys, looked up when they are read. A window needs only the last few of many.
 
-    Pages that were computed together are usually consecutive. The keys after such a row are
+    Pages that were computed together are usually consecutive. The keys after such a run are
     therefore compared with the keys of the pages that follow. These lie side by side in memory,
     while a lookup in the dictionary of all cached content reads scattered addresses.
     """
 
-    __slots__ = ("_get", "_key_of", "_keys", "_known", "_known_start", "_num_before_gap", "_row")
+    __slots__ = (
+        "_get",
+        "_ids_of_run",
+        "_key_of",
+        "_keys",
+        "_known",
+        "_known_start",
+        "_num_before_gap",
+    )
 
     def __init__(
         self,
-        pages: Mapping[Hashable, int],
+        pages: Mapping[Hashable, SmallPageId],
         key_of: Sequence[Hashable],
-        row: PageRow,
+        ids_of_run: IdsOfRun,
         keys: Sequence[Hashable],
     ) -> None:
         """Create the sequence without looking anything up.
@@ -44,14 +56,14 @@ class FoundPages(Sequence[int | None]):
         Args:
             pages: Key -> page.
             key_of: Page -> key, or None.
-            row: Returns the numbers of consecutive pages.
+            ids_of_run: Returns the ids of consecutive pages.
             keys: Keys to look up: hashes, or names of other types. None stands for no name.
         """
         self._get = pages.get
         self._key_of = key_of
-        self._row = row
+        self._ids_of_run = ids_of_run
         self._keys = keys
-        self._known: list[int | None] = []
+        self._known: list[SmallPageId | None] = []
         self._known_start = 0
         self._num_before_gap: int | None = None
 
@@ -59,10 +71,10 @@ class FoundPages(Sequence[int | None]):
         return len(self._keys)
 
     @overload
-    def __getitem__(self, index: int) -> int | None: ...
+    def __getitem__(self, index: int) -> SmallPageId | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+    def __getitem__(self, index: slice) -> list[SmallPageId | None]: ...
+    def __getitem__(self, index: int | slice) -> SmallPageId | list[SmallPageId | None] | None:
         if not isinstance(index, slice):
             return self._get(self._keys[index])
         start, end, step = index.indices(len(self._keys))
@@ -85,25 +97,25 @@ class FoundPages(Sequence[int | None]):
         return self._num_before_gap
 
     def _look_up_to_gap(self) -> int:
-        found: list[int | None] = []
+        found: list[SmallPageId | None] = []
         self._known, self._known_start = found, 0
-        for pages, in_row in self._look_up(0, len(self._keys)):
+        for pages, in_run in self._look_up(0, len(self._keys)):
             found += pages
-            if not in_row and not all(pages):
+            if not in_run and not all(pages):
                 return len(found) - len(pages) + pages.index(None)
         return len(found)
 
-    def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[int | None], bool]]:
+    def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[SmallPageId | None], bool]]:
         """Yield pages of keys in order, and whether they are consecutive, with none missing."""
         keys = self._keys
-        num_asked, row_pages = FIRST_LOOKED_UP, LONG_ROW
+        num_asked, run_pages = FIRST_LOOKED_UP, LONG_RUN
         while start < end:
-            if row_pages >= LONG_ROW and (page := self._get(keys[start])) is not None:
-                # Usually another long row begins where one ends.
-                row_pages = self._row_pages(start, page, end, row_pages)
-                if row_pages > 1:
-                    yield self._row(page, page + row_pages), True
-                    start += row_pages
+            if run_pages >= LONG_RUN and (page := self._get(keys[start])) is not None:
+                # Usually another long run begins where one ends.
+                run_pages = self._count_run(start, page, end, run_pages)
+                if run_pages > 1:
+                    yield self._ids_of_run(page, page + run_pages), True
+                    start += run_pages
                     num_asked = FIRST_LOOKED_UP
                     continue
             pages = list(map(self._get, keys[start : min(end, start + num_asked)]))
@@ -113,29 +125,29 @@ class FoundPages(Sequence[int | None]):
             before, last = pages[-FIRST_LOOKED_UP:][0], pages[-1]
             if before is None or last is None or last - before != FIRST_LOOKED_UP - 1:
                 continue
-            row_pages = self._row_pages(start, last + 1, end, row_pages)
-            if row_pages:
-                yield self._row(last + 1, last + 1 + row_pages), True
-                start += row_pages
+            run_pages = self._count_run(start, last + 1, end, run_pages)
+            if run_pages:
+                yield self._ids_of_run(last + 1, last + 1 + run_pages), True
+                start += run_pages
 
-    def _row_pages(self, start: int, page: int, end: int, guess: int) -> int:
+    def _count_run(self, start: int, page: int, end: int, first_compared: int) -> int:
         """Count the consecutive pages whose keys are the given ones.
 
         Args:
             start: Index of the first key.
             page: The first page, which is the page of that key if the key has one.
             end: Index past the last key.
-            guess: Number of keys to compare at once at first. Rows are often as long as the one
-                before.
+            first_compared: Number of keys to compare at once at first. Runs are often as long as
+                the one before.
         """
         keys, key_of = self._keys, self._key_of
         if start == end or not isinstance(keys[start], bytes):
             # Names may be None, as for a page without content. Hashes never are.
             return 0
-        known = min(guess, end - start)
+        known = min(first_compared, end - start)
         if keys[start : start + known] != key_of[page : page + known]:
             known = 0
-        return row_end(keys, start + known, key_of, page + known, end) - start
+        return run_end(keys, start + known, key_of, page + known, end) - start
 
     def _learn(self, start: int, end: int) -> None:
         """Look keys up and store their pages, joined to the stored ones if these are adjacent."""
@@ -150,9 +162,9 @@ class FoundPages(Sequence[int | None]):
             self._known = self._pages(start, end)
             self._known_start = start
 
-    def _pages(self, start: int, end: int) -> list[int | None]:
+    def _pages(self, start: int, end: int) -> list[SmallPageId | None]:
         """Return the pages of `_look_up` in one list."""
-        found: list[int | None] = []
+        found: list[SmallPageId | None] = []
         for pages, _ in self._look_up(start, end):
             found += pages
         return found

@@ -6,13 +6,13 @@ decode steps therefore query no page table at all.
 
 from collections.abc import Sequence
 
-from jenga.arena.large_pages import NULL_PAGE
+from jenga.page_ids import NULL_PAGE, SmallPageId
 from jenga.policies import NEVER
 from jenga.tables.capacity import Capacity
 from jenga.tables.page_table import Table
 from jenga.tables.request import MISSING, Request
 
-APART_LARGE_PAGES = 32
+LONG_LARGE_PAGES = 32
 """Size in large pages from which a request may open large pages of its own.
 
 For such a request, one large page that is half empty hardly matters.
@@ -22,7 +22,7 @@ For such a request, one large page that is half empty hardly matters.
 class Growth:
     """Computes how many pages requests need, appends new pages, and gives up old ones."""
 
-    __slots__ = ("_apart_pages", "_capacity", "_long_pages", "_tables")
+    __slots__ = ("_capacity", "_long_pages", "_pages_per_own_large", "_tables")
 
     def __init__(self, tables: Sequence[Table], capacity: Capacity) -> None:
         """Create it for the requests of one arena.
@@ -34,14 +34,16 @@ class Growth:
         self._tables = tables
         self._capacity = capacity
         # For each page table, its small pages in a large page, where long requests open their own.
-        self._apart_pages = [
+        self._pages_per_own_large = [
             table.pages.pages_per_large
             if table.pages.pages_per_large > 1 and table.cache is not None
             else 0
             for table in tables
         ]
         # Number of small pages from which a request counts as long.
-        self._long_pages = [APART_LARGE_PAGES * pages or NEVER for pages in self._apart_pages]
+        self._long_pages = [
+            LONG_LARGE_PAGES * pages or NEVER for pages in self._pages_per_own_large
+        ]
 
     def give_up(self, request: Request) -> None:
         """Give up pages that are outside every future window. They count as last used a step ago.
@@ -66,11 +68,11 @@ class Growth:
                 if num_pages < start:
                     pages.extend([NULL_PAGE] * (start - num_pages))
                 if pages[start - 1] != NULL_PAGE:
-                    table.leave_pages(pages[first:start])
+                    table.release_pages(pages[first:start])
                 pages[first:start] = [NULL_PAGE] * (start - first)
                 own.num_given_up[index] = start
             if end < num_pages and request.num_tokens:
-                table.leave_pages(pages[max(start, end) :])
+                table.release_pages(pages[max(start, end) :])
                 del pages[end:]
                 own.num_found[index] = min(own.num_found[index], end)
             own.release_at[index] = policy.next_release(facts, num_processed_tokens, page_slots)
@@ -104,7 +106,7 @@ class Growth:
                     needs[index] += pages.count(MISSING)
         return needs
 
-    def apart(
+    def expect_own_large_pages(
         self, request: Request, needs: Sequence[int], expected: Sequence[int]
     ) -> Sequence[int]:
         """Raise the expected small pages, so that a long request opens large pages of its own.
@@ -114,19 +116,19 @@ class Growth:
         has filled one with its own pages.
         """
         for index, need in enumerate(needs):
-            if need and self._is_apart(request, index, need):
+            if need and self._opens_own_large(request, index, need):
                 expected = list(expected)
-                expected[index] = max(expected[index], need + self._apart_pages[index])
+                expected[index] = max(expected[index], need + self._pages_per_own_large[index])
         return expected
 
-    def _is_apart(self, request: Request, index: int, need: int) -> bool:
+    def _opens_own_large(self, request: Request, index: int, need: int) -> bool:
         """Whether a request is long, and has or takes enough own pages to fill a large page."""
         num_pages = len(request.pages.small_pages[index])
         num_own = num_pages - request.pages.num_found[index] + need
-        return num_pages >= self._long_pages[index] and num_own >= self._apart_pages[index]
+        return num_pages >= self._long_pages[index] and num_own >= self._pages_per_own_large[index]
 
     def next_needs(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
-        """Return the answers of `needs` and `apart` if no page table needs more than one page.
+        """Return what each page table needs, if none needs more than one page.
 
         Returns:
             For each page table that needs a page, its index, the expected small pages, and the
@@ -144,8 +146,8 @@ class Growth:
                 )
                 if num_tokens > most_tokens or own.has_missing[index]:
                     return None
-                is_long = self._is_apart(request, index, 1)
-                expected = 1 + self._apart_pages[index] if is_long else 1
+                is_long = self._opens_own_large(request, index, 1)
+                expected = 1 + self._pages_per_own_large[index] if is_long else 1
                 found.append((index, expected, most_tokens))
         return found
 
@@ -184,7 +186,7 @@ class Growth:
                 num_kept -= pages[lasting:].count(MISSING)
             passing = {page for page in pages[first:lasting] if page > 0}
             if is_shared:
-                num_kept += sum(page not in small_pages.shares for page in passing)
+                num_kept += sum(page not in small_pages.extra_users for page in passing)
             else:
                 num_kept += sum(small_pages.stamps[page] >= 0 for page in passing)
             further.append(max(need, peak - num_kept))
@@ -194,7 +196,7 @@ class Growth:
         self,
         request: Request,
         needs: Sequence[tuple[int, int, int]],
-        taken: Sequence[Sequence[int]],
+        taken: Sequence[Sequence[SmallPageId]],
     ) -> None:
         """Append the pages that `next_needs` asked for.
 
@@ -209,19 +211,19 @@ class Growth:
             own.max_tokens[index] = max_tokens
         request.grows_at = min(own.max_tokens) + 1
 
-    def adopt(self, request: Request, table: Table, pages: Sequence[int]) -> None:
+    def append_found(self, request: Request, table: Table, pages: Sequence[SmallPageId]) -> None:
         """Append pages that were found in the cache, and gaps (`MISSING`) among them."""
         request.pages.small_pages[table.index] += pages
         request.pages.has_missing[table.index] = MISSING in pages
         self._measure(request, table)
 
-    def shed(self, request: Request, table: Table, num_pages: int) -> None:
-        """Undo `adopt`: keep only the first `num_pages` pages of a page table."""
+    def truncate(self, request: Request, table: Table, num_pages: int) -> None:
+        """Undo `append_found`: keep only the first `num_pages` pages of a page table."""
         del request.pages.small_pages[table.index][num_pages:]
         request.pages.has_missing[table.index] = False
         self._measure(request, table)
 
-    def append(self, request: Request, taken: Sequence[list[int]]) -> None:
+    def append(self, request: Request, taken: Sequence[list[SmallPageId]]) -> None:
         """Put new pages into the gaps of the page tables first, and append the others."""
         own = request.pages
         for index, new_pages in enumerate(taken):

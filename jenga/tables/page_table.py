@@ -4,12 +4,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jenga.arena.allocator import Allocator
-from jenga.arena.ranks import KEPT_RANK, LOADED_RANK, RankClock
+from jenga.arena.ranks import LOADED_RANK, PINNED_RANK, RankClock
 from jenga.arena.split_pages import SplitPages
 from jenga.arena.whole_pages import WholePages
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.geometry import Geometry, PageTable
+from jenga.page_ids import SmallPageId
 from jenga.policies import Grain, LayerPolicy
 from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.request import Request
@@ -28,8 +29,8 @@ class Table:
         cache: Index of the content of its small pages. None without prefix caching.
         clock: Gives ranks in the eviction queue to pages that lose their last user.
         pins: Small page -> number of checkpoints that need it.
-        owners: Small page -> the checkpoint whose segment contains it, or None. Filled only in page
-            tables that keep whole prefixes.
+        checkpoint_of: Small page -> the checkpoint whose segment contains it, or None. Filled only
+            in page tables that keep whole prefixes.
         orphans: Small pages that requests still used when their checkpoint was evicted to host
             memory. They are copied there when they are evicted themselves.
     """
@@ -42,9 +43,9 @@ class Table:
     cache: ContentIndex | None
     clock: RankClock
     pins: list[int] = field(default_factory=list[int])
-    owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
-    orphans: set[int] = field(default_factory=set[int])
-    _slot: list[int] = field(default_factory=list[int])
+    checkpoint_of: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
+    orphans: set[SmallPageId] = field(default_factory=set[SmallPageId])
+    _segment_index: list[int] = field(default_factory=list[int])
 
     def pages_for(self, slots: range) -> range:
         """Return the numbers of the pages that contain the given slots."""
@@ -53,16 +54,16 @@ class Table:
 
     # Content
 
-    def page_of(self, key: Hashable) -> int | None:
+    def page_of(self, key: Hashable) -> SmallPageId | None:
         """Return the page that is cached under a key, or None."""
         return self.cache.get(key) if self.cache is not None else None
 
-    def keys_of(self, pages: Sequence[int]) -> list[Hashable]:
+    def keys_of(self, pages: Sequence[SmallPageId]) -> list[Hashable]:
         """Return the key of each page's content, None where no request may find it."""
         keys = self.cache.keys if self.cache is not None else ()
         return [keys[page] for page in pages]
 
-    def enter(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
+    def commit_pages(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
         """Let other requests find a request's pages from its first uncommitted one up to `end`.
 
         If another, unused page already holds the same content, the index points to the new page
@@ -77,17 +78,17 @@ class Table:
         keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
         request.pages.num_committed[self.index] = start + len(keys)
         pages = request.pages.small_pages[self.index][start : start + len(keys)]
-        if len(keys) == 1 and self.cache.enter_page(pages[0], keys[0]):
+        if len(keys) == 1 and self.cache.insert_page(pages[0], keys[0]):
             return False
-        others = self.cache.enter(pages, keys)
+        others = self.cache.insert(pages, keys)
         if not others:
             return False
         number_of = dict(zip(pages, range(start, start + len(pages)), strict=True))
-        replaced: list[int] = []
+        replaced: list[SmallPageId] = []
         # The same content may occur twice in a request. Its older page is replaced once.
         for old, (page, key) in others.items():
             if self.pages.stamps[old] >= 0:
-                if self.pins[old] and not self._replace_owned(old, page, number_of[page]):
+                if self.pins[old] and not self._replace_in_segment(old, page, number_of[page]):
                     continue
                 self.cache.move(key, old, page)
                 replaced.append(old)
@@ -98,7 +99,7 @@ class Table:
             self.pages.discard(replaced)
         return bool(replaced)
 
-    def enter_missing(self, request: Request, end: int) -> bool:
+    def commit_missing(self, request: Request, end: int) -> bool:
         """Let other requests find committed pages before `end` that they cannot find so far.
 
         Returns:
@@ -119,43 +120,43 @@ class Table:
             if pages[number] > 0 and key_of[pages[number]] is None and self.cache.get(key) is None
         ]
         for page, key in missing:
-            self.cache.enter_page(page, key)
+            self.cache.insert_page(page, key)
         return bool(missing)
 
-    def _replace_owned(self, old: int, page: int, number: int) -> bool:
+    def _replace_in_segment(self, old: SmallPageId, page: SmallPageId, number: int) -> bool:
         """Replace a checkpoint's page by another page of the same content.
 
         Return False if other checkpoints need the old page, or if it belongs to no segment.
         """
-        owner = self.owners[old] if self.owners else None
-        if owner is None or self.pins[old] > 1:
+        node = self.checkpoint_of[old] if self.checkpoint_of else None
+        if node is None or self.pins[old] > 1:
             return False
-        slot = self._slot[0]
-        owner.segment[slot][number - owner.first_pages[slot]] = page
-        self.owners[old], self.owners[page] = None, owner
+        index = self._segment_index[0]
+        node.segment[index][number - node.first_pages[index]] = page
+        self.checkpoint_of[old], self.checkpoint_of[page] = None, node
         self.pins[old], self.pins[page] = 0, 1
         return True
 
-    def enter_state(self, page: int, key: Hashable) -> None:
+    def commit_state(self, page: SmallPageId, key: Hashable) -> None:
         """Let other requests find a state that was kept in a page of its own."""
         if self.cache is not None:
-            self.cache.enter_page(page, key)
+            self.cache.insert_page(page, key)
 
-    def forget(self, page: int) -> None:
+    def forget(self, page: SmallPageId) -> None:
         """Make a cached page impossible to find."""
         if self.cache is not None:
             self.cache.forget([page])
             self.orphans.discard(page)
 
-    def discard(self, pages: Sequence[int]) -> None:
+    def discard(self, pages: Sequence[SmallPageId]) -> None:
         """Empty cached pages that no request uses and no checkpoint needs any more."""
         if self.cache is not None:
             self.cache.forget(pages)
             self.orphans.difference_update(pages)
             self.pages.discard(pages)
-            self.pages.num_evicted_whole += len(pages)
+            self.pages.num_evicted_with_checkpoint += len(pages)
 
-    def evicted_orphans(self) -> list[int]:
+    def evicted_orphans(self) -> list[SmallPageId]:
         """Return evicted orphans that can still be found, in text order, to copy to host memory."""
         # Pages that lost their user together are evicted from the end of the text.
         return [page for page in reversed(self.pages.evicted) if page in self.orphans]
@@ -178,9 +179,9 @@ class Table:
         index = self.index
         first = request.pages.num_given_up[index]
         num_found = max(0, request.pages.num_found[index] - first)
-        self.leave_pages(request.pages.small_pages[index][first:], num_cached=num_found)
+        self.release_pages(request.pages.small_pages[index][first:], num_cached=num_found)
 
-    def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
+    def release_pages(self, pages: Sequence[SmallPageId], *, num_cached: int = 0) -> None:
         """Remove one user from each page. Unused pages become evictable if cached, else empty.
 
         Args:
@@ -196,8 +197,8 @@ class Table:
             if keys[page] is None:
                 self.pages.release(pages)
             else:
-                rank = (self.clock.kept(1) if pins[page] else self.clock.loose(1))[0]
-                self.pages.retire_page(page, rank)
+                rank = (self.clock.pinned_ranks(1) if pins[page] else self.clock.loose_ranks(1))[0]
+                self.pages.release_cached_page(page, rank)
             return
         uncached = [page for page in pages[num_cached:] if keys[page] is None]
         if uncached:
@@ -205,56 +206,56 @@ class Table:
             pages = [page for page in pages if keys[page] is not None]
         loose = [page for page in pages if not pins[page]]
         if loose:
-            self.pages.retire(loose, self.clock.loose(len(loose)))
+            self.pages.release_cached(loose, self.clock.loose_ranks(len(loose)))
             if len(loose) == len(pages):
                 return
             pages = [page for page in pages if pins[page]]
         if pages:
-            self.pages.retire(pages, self.clock.kept(len(pages)))
+            self.pages.release_cached(pages, self.clock.pinned_ranks(len(pages)))
 
     # Checkpoints
 
-    def begin_segments(self, slot: int) -> None:
-        """Let checkpoints have segments of this page table, at index `slot` of their lists."""
-        self._slot.append(slot)
-        self.owners.extend([None] * len(self.pins))
+    def begin_segments(self, index: int) -> None:
+        """Let checkpoints have segments of this page table, at an index of their lists."""
+        self._segment_index.append(index)
+        self.checkpoint_of.extend([None] * len(self.pins))
 
-    def own(
-        self, pages: Sequence[int], before: Checkpoint | None, owner: Checkpoint | None
+    def assign_segment(
+        self, pages: Sequence[SmallPageId], before: Checkpoint | None, after: Checkpoint | None
     ) -> None:
         """Change the checkpoint whose segment contains pages, for pages that belong to `before`.
 
         Args:
             pages: The pages.
             before: The checkpoint that they belong to so far. None for pages of no segment.
-            owner: The checkpoint that they belong to from now on, or None.
+            after: The checkpoint that they belong to from now on, or None.
         """
-        owners = self.owners
+        checkpoint_of = self.checkpoint_of
         for page in pages:
-            if owners[page] is before:
-                owners[page] = owner
+            if checkpoint_of[page] is before:
+                checkpoint_of[page] = after
 
-    def pin(self, pages: Sequence[int]) -> int:
+    def pin(self, pages: Sequence[SmallPageId]) -> int:
         """Record that a checkpoint needs pages. Return how many no other checkpoint needs."""
         pins, stamps = self.pins, self.pages.stamps
-        new: list[int] = []
+        new: list[SmallPageId] = []
         for page in pages:
             if not pins[page]:
                 new.append(page)
             pins[page] += 1
         unused = [page for page in new if stamps[page] >= 0]
         if unused:
-            self.pages.rerank(unused, self.clock.kept(len(unused)))
+            self.pages.rerank(unused, self.clock.pinned_ranks(len(unused)))
         return len(new)
 
-    def unpin(self, pages: Sequence[int]) -> list[int]:
+    def unpin(self, pages: Sequence[SmallPageId]) -> list[SmallPageId]:
         """Record that a checkpoint no longer needs pages.
 
         Returns:
             The pages that no checkpoint needs and no request uses now.
         """
         pins, stamps = self.pins, self.pages.stamps
-        unused: list[int] = []
+        unused: list[SmallPageId] = []
         for page in pages:
             pins[page] -= 1
             if not pins[page] and stamps[page] >= 0:
@@ -264,10 +265,10 @@ class Table:
     def unpin_all(self) -> None:
         """Forget which checkpoints need pages. Ranks in the eviction queue stay as they are."""
         self.pins[:] = [0] * len(self.pins)
-        self.owners[:] = [None] * len(self.owners)
+        self.checkpoint_of[:] = [None] * len(self.checkpoint_of)
         self.orphans.clear()
 
-    def check_pins(self, expected: Mapping[int, int]) -> None:
+    def check_pins(self, expected: Mapping[SmallPageId, int]) -> None:
         """Raise `InvariantError` unless pins are as expected, and ranks agree with them.
 
         Args:
@@ -284,8 +285,8 @@ class Table:
         for page, key in enumerate(keys):
             if key is None or stamps[page] < 0:
                 continue
-            rank = self.pages.rank(page)
-            if (page in pinned) != (KEPT_RANK <= rank < LOADED_RANK) and rank < LOADED_RANK:
+            rank = self.pages.rank(SmallPageId(page))
+            if (page in pinned) != (PINNED_RANK <= rank < LOADED_RANK) and rank < LOADED_RANK:
                 msg = f"{self.spec.name!r}: page {page} has rank {rank}, pins {self.pins[page]}"
                 raise InvariantError(msg)
 
@@ -326,9 +327,9 @@ def build_tables(
                 )
                 raise ValueError(msg)
             if changes is None:
-                cache = ContentIndex(num_pages, pages.row)
+                cache = ContentIndex(num_pages, pages.ids_of_run)
             else:
-                cache = RecordingIndex(num_pages, pages.row, index, changes)
+                cache = RecordingIndex(num_pages, pages.ids_of_run, index, changes)
         tables.append(
             Table(
                 index=index,

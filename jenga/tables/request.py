@@ -3,17 +3,15 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
 from jenga.arena.small_pages import Sharing
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
+from jenga.page_ids import HostPageId, OwnerId, SmallPageId
 from jenga.policies import RequestFacts
 
-HostPageId = NewType("HostPageId", int)
-"""Number of a small page of host memory, which is no number of a page of the arena."""
-
-MISSING = -1
+MISSING = SmallPageId(-1)
 """Entry of a page table whose page must still be allocated, among pages found in the cache."""
 
 
@@ -61,7 +59,7 @@ class PrefixHit:
     asked_tokens: int
     branch_tokens: int
     limit: int
-    pages: tuple[Sequence[int], ...]
+    pages: tuple[Sequence[SmallPageId], ...]
     host_pages: tuple[Mapping[int, HostPageId], ...]
     has_missing: tuple[bool, ...]
     facts: RequestFacts = field(repr=False)
@@ -97,7 +95,7 @@ class HitStart:
     """
 
     hit: PrefixHit
-    pages: tuple[Sequence[int], ...]
+    pages: tuple[Sequence[SmallPageId], ...]
     has_missing: tuple[bool, ...]
     num_found: tuple[int, ...]
     sharing: tuple[Sharing | None, ...]
@@ -123,8 +121,8 @@ class PageCopy:
     """
 
     table_index: int
-    source: int
-    target: int
+    source: SmallPageId | HostPageId
+    target: SmallPageId | HostPageId
     path: CopyPath = CopyPath.IN_ARENA
 
 
@@ -155,7 +153,7 @@ class RequestPages:
     )
 
     def __init__(self, num_tables: int, start: HitStart | None) -> None:
-        self.small_pages: list[list[int]]
+        self.small_pages: list[list[SmallPageId]]
         if start is None:
             self.small_pages = [[] for _ in range(num_tables)]
             self.has_missing = [False] * num_tables
@@ -174,7 +172,7 @@ class StatePage(NamedTuple):
     """A page with a state that is kept for others, and the index of its page table."""
 
     table_index: int
-    page: int
+    page: SmallPageId
 
 
 class RequestCheckpoints:
@@ -255,7 +253,7 @@ class Request:
     def __init__(
         self,
         name: str,
-        owner: int,
+        owner: OwnerId,
         facts: RequestFacts,
         num_tables: int,
         *,

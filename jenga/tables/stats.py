@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jenga.arena.allocator import Allocator
 from jenga.errors import InvariantError
+from jenga.page_ids import SmallPageId
 from jenga.tables.page_table import Table
 from jenga.tables.request import Request
 
@@ -182,8 +183,8 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
     Only the pages at both ends of a page table, and those that its policy leaves unfilled, have
     such slots. A slot of a shared page is touched if one of the page's users touches it.
     """
-    page_slots, shares = table.grain.page_slots, table.pages.shares
-    dead_slots: dict[int, list[int]] = {}
+    page_slots, extra_users = table.grain.page_slots, table.pages.extra_users
+    dead_slots: dict[SmallPageId, list[int]] = {}
     for request in requests:
         pages, first = (
             request.pages.small_pages[table.index],
@@ -202,7 +203,9 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
             ends[number] = ends.get(number, 0) + dead
         for number, dead in ends.items():
             dead_slots.setdefault(pages[number], []).append(dead)
-    return sum(min(dead) for page, dead in dead_slots.items() if len(dead) > shares.get(page, 0))
+    return sum(
+        min(dead) for page, dead in dead_slots.items() if len(dead) > extra_users.get(page, 0)
+    )
 
 
 def table_evictions(table: Table) -> Evictions:
@@ -213,5 +216,5 @@ def table_evictions(table: Table) -> Evictions:
         alone=pages.num_evicted_alone,
         own_large=pages.num_evicted_own,
         foreign_large=pages.num_evicted_foreign,
-        with_checkpoint=pages.num_evicted_whole,
+        with_checkpoint=pages.num_evicted_with_checkpoint,
     )

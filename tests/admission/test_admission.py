@@ -161,12 +161,14 @@ def test_reserve_is_what_is_cached_and_no_more_than_is_read_again(
     assert admission.large_pages_to_leave(None) == reserve
 
 
-@pytest.mark.parametrize(("num_pinned", "reserve"), [(4, 6), (10, 0), (14, 0)])
-def test_pages_of_the_hit_itself_are_not_left(num_pinned, reserve):
+@pytest.mark.parametrize(("num_revived_large", "reserve"), [(4, 6), (10, 0), (14, 0)])
+def test_pages_of_the_hit_itself_are_not_left(num_revived_large, reserve):
     admission = admission_of(10, 0.5)
     admission.count_admission(1, 1)
-    pinned = Sharing(pages=[], revived=[], revived_of={}, num_pinned=num_pinned, added_spare=0)
-    assert admission.large_pages_to_leave([pinned, None]) == reserve
+    hit = Sharing(
+        pages=[], revived=[], revived_of={}, num_revived_large=num_revived_large, added_spare=0
+    )
+    assert admission.large_pages_to_leave([hit, None]) == reserve
 
 
 def test_what_was_long_ago_counts_little():

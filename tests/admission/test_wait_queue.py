@@ -182,7 +182,7 @@ def test_a_page_computed_again_takes_the_place_of_one_that_could_not_be_hit():
     keys = hashes(64, name="a")
     old = manager.lookup([*keys], max_tokens=64).pages[0]
     table = manager._tables[0]
-    table.pages.share([old[0]])
+    table.pages.share_pages([old[0]])
     table.pages.release([old[0]])
     table.cache.forget([old[0]])
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jenga.arena.allocator import Allocator
-from jenga.arena.ranks import KEPT_RANK, LOADED_RANK
+from jenga.arena.ranks import LOADED_RANK, PINNED_RANK
 
 
 def taken(allocator, table, num_pages, *, expected=None, owner=1):
@@ -21,8 +21,8 @@ def taken(allocator, table, num_pages, *, expected=None, owner=1):
     return pages
 
 
-def retire(allocator, table, pages, first_rank):
-    allocator.tables[table].retire(pages, range(first_rank, first_rank + len(pages)))
+def release_cached(allocator, table, pages, first_rank):
+    allocator.tables[table].release_cached(pages, range(first_rank, first_rank + len(pages)))
     allocator.check()
 
 
@@ -111,9 +111,9 @@ def test_eviction_takes_the_large_page_whose_youngest_small_page_is_oldest():
     allocator = Allocator([2, 2], 3)
     first = taken(allocator, 0, 2)
     second = taken(allocator, 0, 2)
-    retire(allocator, 0, [first[0]], 1)
-    retire(allocator, 0, second, 2)
-    retire(allocator, 0, [first[1]], 9)
+    release_cached(allocator, 0, [first[0]], 1)
+    release_cached(allocator, 0, second, 2)
+    release_cached(allocator, 0, [first[1]], 9)
 
     pages = taken(allocator, 1, 1)
 
@@ -125,8 +125,8 @@ def test_eviction_takes_an_older_small_page_before_a_younger_large_page():
     allocator = Allocator([2, 2], 3)
     shared_large = taken(allocator, 0, 2)
     whole = taken(allocator, 0, 2)
-    retire(allocator, 0, shared_large[:1], 1)
-    retire(allocator, 0, whole, 2)
+    release_cached(allocator, 0, shared_large[:1], 1)
+    release_cached(allocator, 0, whole, 2)
 
     pages = taken(allocator, 0, 1)
 
@@ -137,9 +137,9 @@ def test_eviction_takes_an_older_small_page_before_a_younger_large_page():
 def test_pages_that_no_checkpoint_needs_go_before_an_older_one_that_one_needs():
     allocator = Allocator([2, 2], 4)
     pages = [taken(allocator, 0, 2) for _ in range(3)]
-    retire(allocator, 0, pages[0], KEPT_RANK + 1)
-    retire(allocator, 0, pages[1], 2)
-    retire(allocator, 0, pages[2], 3)
+    release_cached(allocator, 0, pages[0], PINNED_RANK + 1)
+    release_cached(allocator, 0, pages[1], 2)
+    release_cached(allocator, 0, pages[2], 3)
 
     for _ in range(2):
         taken(allocator, 1, 2)
@@ -153,7 +153,7 @@ def test_where_only_kept_pages_are_left_checkpoints_are_evicted_until_there_is_r
     table = allocator.tables[0]
     pages = [taken(allocator, 0, ks[0]) for _ in range(3)]
     for number, some in enumerate(pages):
-        retire(allocator, 0, some, KEPT_RANK + number)
+        release_cached(allocator, 0, some, PINNED_RANK + number)
     checkpoints = pages[::-1]
 
     def evict_one():
@@ -177,7 +177,7 @@ def test_where_only_kept_pages_are_left_checkpoints_are_evicted_until_there_is_r
 def test_without_a_checkpoint_to_evict_pages_that_were_to_be_read_go_all_the_same():
     allocator = Allocator([2, 2], 2)
     pages = taken(allocator, 0, 2)
-    retire(allocator, 0, pages, LOADED_RANK)
+    release_cached(allocator, 0, pages, LOADED_RANK)
     allocator.large_pages.evictor = lambda: False
 
     taken(allocator, 1, 1)
@@ -185,12 +185,12 @@ def test_without_a_checkpoint_to_evict_pages_that_were_to_be_read_go_all_the_sam
     assert sorted(allocator.tables[0].evicted) == sorted(pages)
 
 
-def test_a_small_page_of_a_checkpoint_in_a_pinned_large_page_waits_for_its_checkpoint():
+def test_a_small_page_of_a_checkpoint_in_a_large_page_in_use_waits_for_its_checkpoint():
     allocator = Allocator([4], 2)
     table = allocator.tables[0]
     pages = taken(allocator, 0, 4)
-    retire(allocator, 0, pages[:1], KEPT_RANK + 5)
-    retire(allocator, 0, pages[1:2], KEPT_RANK + 6)
+    release_cached(allocator, 0, pages[:1], PINNED_RANK + 5)
+    release_cached(allocator, 0, pages[1:2], PINNED_RANK + 6)
 
     def evict_one():
         table.discard(pages[1:2])
@@ -208,7 +208,7 @@ def test_discarded_pages_are_empty_and_their_large_page_is_given_to_anybody(ks):
     allocator = Allocator((*ks, 1), 4)
     table = allocator.tables[0]
     pages = taken(allocator, 0, 3)
-    retire(allocator, 0, pages, 7)
+    release_cached(allocator, 0, pages, 7)
 
     table.discard(pages[1:2])
     allocator.check()
@@ -224,8 +224,8 @@ def test_pages_of_another_rank_go_in_its_place(ks):
     allocator = Allocator((*ks, 1), 3)
     table = allocator.tables[0]
     first, second = (taken(allocator, 0, ks[0]) for _ in range(2))
-    retire(allocator, 0, first, 1)
-    retire(allocator, 0, second, 2)
+    release_cached(allocator, 0, first, 1)
+    release_cached(allocator, 0, second, 2)
 
     table.rerank(first, [9] * len(first))
     allocator.check()
@@ -237,7 +237,7 @@ def test_pages_of_another_rank_go_in_its_place(ks):
 def test_eviction_leaves_the_rest_of_an_own_large_page_cached():
     allocator = Allocator([4], 2)
     pages = taken(allocator, 0, 4)
-    retire(allocator, 0, pages, 1)
+    release_cached(allocator, 0, pages, 1)
 
     again = taken(allocator, 0, 1)
 
@@ -249,11 +249,11 @@ def test_a_shared_page_is_used_until_its_last_user_leaves():
     allocator = Allocator([2], 4)
     table = allocator.tables[0]
     pages = taken(allocator, 0, 2)
-    table.share(pages)
+    table.share_pages(pages)
 
-    retire(allocator, 0, pages, 1)
+    release_cached(allocator, 0, pages, 1)
     assert table.num_used == 2
-    retire(allocator, 0, pages, 5)
+    release_cached(allocator, 0, pages, 5)
 
     assert (table.num_used, table.num_evictable) == (0, 2)
 
@@ -348,7 +348,7 @@ def test_room_says_exactly_what_can_be_had(seed):
             else:
                 ranks = [rank + random_.randint(0, 5) for _ in some]
                 rank += 3
-                allocator.tables[table].retire(some, ranks)
+                allocator.tables[table].release_cached(some, ranks)
         allocator.check()
 
 
@@ -361,18 +361,18 @@ def test_room_accounts_for_hits_as_if_they_were_shared_already(seed):
     for index, k in enumerate(ks):
         pages = taken(allocator, index, 2 * k)
         cached[index] = random_.sample(pages, k + 1)
-        retire(allocator, index, cached[index], 10)
+        release_cached(allocator, index, cached[index], 10)
     hits = [random_.sample(pages, random_.randint(0, len(pages))) for pages in cached]
     needs = [random_.randint(0, 6) for _ in ks]
 
     sharings = [
-        table.sharing(pages) if pages else None
+        table.prepare_sharing(pages) if pages else None
         for table, pages in zip(allocator.tables, hits, strict=True)
     ]
     before = allocator.room(needs, hits=sharings)
     for table, sharing in zip(allocator.tables, sharings, strict=True):
         if sharing is not None:
-            table.use(sharing)
+            table.share_prepared(sharing)
 
     allocator.check()
     assert before == allocator.room(needs)

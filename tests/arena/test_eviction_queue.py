@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jenga.arena.eviction_queue import NOT_QUEUED, SLACK_ENTRIES, VictimQueue
+from jenga.arena.eviction_queue import NOT_QUEUED, SLACK_ENTRIES, EvictionQueue
 
 NUM_ITEMS = 12
 
@@ -52,7 +52,7 @@ def apply(queue, ranks, name, what, how):
 
 @given(OPERATIONS)
 def test_queue_gives_the_lowest_rank_whatever_is_done_to_it(operations):
-    queue = VictimQueue(NUM_ITEMS)
+    queue = EvictionQueue(NUM_ITEMS)
     ranks: dict[int, int] = {}
     for operation in operations:
         apply(queue, ranks, *operation)
@@ -65,7 +65,7 @@ def test_queue_gives_the_lowest_rank_whatever_is_done_to_it(operations):
 
 
 def test_a_queue_forgets_entries_of_items_that_come_in_again_with_their_rank():
-    queue = VictimQueue(4)
+    queue = EvictionQueue(4)
     queue.push(0, 5)
     queue.push(1, 7)
 
@@ -80,7 +80,7 @@ def test_a_queue_forgets_entries_of_items_that_come_in_again_with_their_rank():
 
 @given(OPERATIONS)
 def test_queue_gives_all_its_items_in_order_and_keeps_them(operations):
-    queue = VictimQueue(NUM_ITEMS)
+    queue = EvictionQueue(NUM_ITEMS)
     ranks: dict[int, int] = {}
     for operation in operations:
         apply(queue, ranks, *operation)
@@ -91,7 +91,7 @@ def test_queue_gives_all_its_items_in_order_and_keeps_them(operations):
 
 def test_a_queue_whose_items_are_in_no_order_gives_them_in_order():
     # More falling ranks than there are lanes, so that most come from the heap.
-    queue = VictimQueue(100)
+    queue = EvictionQueue(100)
     for item in range(100):
         queue.push(item, 7 * item % 100 if item % 2 else 200 - item)
     queue.drop(14)

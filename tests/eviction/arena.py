@@ -69,8 +69,8 @@ class Arena:
                 return False
             for page, key in zip(pages, missing, strict=True):
                 # What made room may have been of this text.
-                assert table.cache.enter_page(page, key)
-            table.leave_pages(pages)
+                assert table.cache.insert_page(page, key)
+            table.release_pages(pages)
         return True
 
     def keys(self, table, text):
@@ -108,7 +108,7 @@ class Arena:
 
     def is_kept(self, text, num_tokens):
         """Whether a request could go on from a point of a text, by the tree and by the caches."""
-        node = self.tree.at(hashes(text), num_tokens)
+        node = self.tree.node_at(hashes(text), num_tokens)
         if node is None or not node.is_kept:
             return False
         self.assert_whole(text[: num_tokens + self.tree.ahead_tokens], num_tokens)
@@ -127,7 +127,7 @@ class Arena:
         for table in self.of_text:
             keys, grain = self.keys(table, text), table.grain
             needed = range(len(text) // grain.page_slots)
-            if table not in self.tree._lasting:
+            if table not in self.tree._prefix_tables:
                 needed = table.policy.reused_pages(FACTS, (), grain, num_tokens)
             for number in needed:
                 page = table.page_of(keys[number])
@@ -162,8 +162,8 @@ class Arena:
             if pages is None:
                 return False
             for page, key in zip(pages, missing, strict=True):
-                assert table.cache.enter_page(page, key)
-            table.leave_pages(pages)
+                assert table.cache.insert_page(page, key)
+            table.release_pages(pages)
         return True
 
     def image_pages(self, table, content, num_pages):

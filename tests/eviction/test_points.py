@@ -10,7 +10,7 @@ from jenga.eviction.points import (
     REMEMBERED_ARENAS,
     Kind,
     Past,
-    ReuseHistory,
+    RememberedPoints,
     past_of,
 )
 
@@ -38,44 +38,44 @@ def log():
 
 
 @pytest.fixture
-def history(log):
-    return ReuseHistory(log, arena_bytes=ARENA_BYTES)
+def points(log):
+    return RememberedPoints(log, arena_bytes=ARENA_BYTES)
 
 
-def test_time_is_what_requests_compute(history):
-    history.admit(10)
-    history.admit(0)
-    history.admit(2.5)
+def test_time_is_what_requests_compute(points):
+    points.record_admission(10)
+    points.record_admission(0)
+    points.record_admission(2.5)
 
-    assert history.time == 12.5
+    assert points.time == 12.5
 
 
-def test_a_point_waits_from_when_it_was_left(history, log):
-    history.admit(7)
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.KNOWN_TEXT)
-    history.admit(30)
+def test_a_point_waits_from_when_it_was_left(points, log):
+    points.record_admission(7)
+    point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.KNOWN_TEXT)
+    points.record_admission(30)
 
-    history.read(point)
+    points.record_read(point)
 
     assert log.waits == [(b"a", Kind.PROMPT_END, Past.KNOWN_TEXT, 30, True)]
     assert (point.key, point.num_tokens, point.past) == (b"a", 32, Past.READ)
     assert point.waits_since == 37
 
 
-def test_a_point_that_was_read_waits_for_the_next_reader_as_one_that_was_read(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+def test_a_point_that_was_read_waits_for_the_next_reader_as_one_that_was_read(points, log):
+    point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
     for num_bytes in (5, 11):
-        history.admit(num_bytes)
-        history.read(point)
+        points.record_admission(num_bytes)
+        points.record_read(point)
 
     assert [wait[2:] for wait in log.waits] == [(Past.NEW_TEXT, 5, True), (Past.READ, 11, True)]
 
 
-def test_a_known_point_that_is_left_again_is_young_but_waits_as_long_as_before(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
-    history.admit(40)
+def test_a_known_point_that_is_left_again_is_young_but_waits_as_long_as_before(points, log):
+    point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+    points.record_admission(40)
 
-    again = history.leave(b"a", 32, Kind.ANSWER_END, Past.TURN)
+    again = points.record_point(b"a", 32, Kind.ANSWER_END, Past.TURN)
 
     assert again is point
     assert (point.kind, point.past) == (Kind.PROMPT_END, Past.NEW_TEXT)
@@ -83,14 +83,14 @@ def test_a_known_point_that_is_left_again_is_young_but_waits_as_long_as_before(h
     assert log.waits == []
 
 
-def test_a_point_where_texts_are_found_to_part_is_a_branch_from_then_on(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.TURN)
-    history.admit(40)
+def test_a_point_where_texts_are_found_to_part_is_a_branch_from_then_on(points, log):
+    point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.TURN)
+    points.record_admission(40)
 
-    history.leave(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
-    history.admit(9)
-    history.leave(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
-    history.read(point)
+    points.record_point(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
+    points.record_admission(9)
+    points.record_point(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
+    points.record_read(point)
 
     # As the end of a prompt it was not read; as a branch it was.
     assert log.waits == [
@@ -99,62 +99,62 @@ def test_a_point_where_texts_are_found_to_part_is_a_branch_from_then_on(history,
     ]
 
 
-def test_renewing_makes_a_point_young_and_says_nothing_of_its_wait(history, log):
-    point = history.leave(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
-    history.admit(40)
+def test_renewing_makes_a_point_young_and_says_nothing_of_its_wait(points, log):
+    point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+    points.record_admission(40)
 
-    history.renew(point)
+    points.reset_age(point)
 
     assert (point.waits_since, point.last_kept) == (0, 40)
     assert log.waits == []
 
 
-def test_points_on_a_text_come_in_order(history):
+def test_points_on_a_text_come_in_order(points):
     for key in (b"3", b"1", b"x"):
-        history.leave(key, 16, Kind.BRANCH, Past.NEW_TEXT)
+        points.record_point(key, 16, Kind.BRANCH, Past.NEW_TEXT)
 
-    assert [point.key for point in history.path([b"1", b"2", b"3", b"4"])] == [b"1", b"3"]
+    assert [point.key for point in points.path([b"1", b"2", b"3", b"4"])] == [b"1", b"3"]
 
 
-def test_a_point_is_forgotten_when_it_has_waited_for_as_long_as_is_remembered(history, log):
-    history.leave(b"a", 32, Kind.BEFORE_END, Past.NEW_TEXT)
-    history.admit(HORIZON_BYTES)
-    assert history.get(b"a") is not None
+def test_a_point_is_forgotten_when_it_has_waited_for_as_long_as_is_remembered(points, log):
+    points.record_point(b"a", 32, Kind.BEFORE_END, Past.NEW_TEXT)
+    points.record_admission(HORIZON_BYTES)
+    assert points.get(b"a") is not None
 
-    history.admit(1)
+    points.record_admission(1)
 
-    assert history.get(b"a") is None
-    assert len(history) == 0
+    assert points.get(b"a") is None
+    assert len(points) == 0
     assert log.waits == [(b"a", Kind.BEFORE_END, Past.NEW_TEXT, HORIZON_BYTES + 1, False)]
 
 
-def test_nothing_is_learnt_from_a_point_that_was_replaced(history, log):
-    point = history.leave(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
+def test_nothing_is_learnt_from_a_point_that_was_replaced(points, log):
+    point = points.record_point(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
 
-    history.forget(point)
-    history.forget(point)
-    history.admit(2 * HORIZON_BYTES)
+    points.forget(point)
+    points.forget(point)
+    points.record_admission(2 * HORIZON_BYTES)
 
-    assert history.get(b"a") is None
+    assert points.get(b"a") is None
     assert log.waits == []
 
 
-def test_a_point_that_is_still_kept_is_remembered_again_when_it_is_read(history):
-    point = history.leave(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
-    history.admit(HORIZON_BYTES + 1)
-    assert history.get(b"a") is None
+def test_a_point_that_is_still_kept_is_remembered_again_when_it_is_read(points):
+    point = points.record_point(b"a", 32, Kind.ANSWER_END, Past.NEW_TEXT)
+    points.record_admission(HORIZON_BYTES + 1)
+    assert points.get(b"a") is None
 
-    history.read(point)
+    points.record_read(point)
 
-    assert history.get(b"a") is point
+    assert points.get(b"a") is point
 
 
-def test_an_observer_learns_now_and_then_of_those_that_wait(history, log):
-    history.leave(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
+def test_an_observer_learns_now_and_then_of_those_that_wait(points, log):
+    points.record_point(b"a", 32, Kind.BRANCH, Past.NEW_TEXT)
     for number in range(3 * LEARN_EVERY):
-        history.admit(1)
+        points.record_admission(1)
         if number == LEARN_EVERY:
-            history.leave(b"b", 32, Kind.BRANCH, Past.NEW_TEXT)
+            points.record_point(b"b", 32, Kind.BRANCH, Past.NEW_TEXT)
 
     assert log.learnt == [
         ([b"a"], LEARN_EVERY),
@@ -166,12 +166,12 @@ def test_an_observer_learns_now_and_then_of_those_that_wait(history, log):
 @pytest.mark.parametrize("seed", range(20))
 def test_every_wait_is_told_once_and_those_that_wait_are_in_order(seed):
     source, log = random.Random(seed), Log()
-    history = ReuseHistory(log, arena_bytes=ARENA_BYTES)
+    points = RememberedPoints(log, arena_bytes=ARENA_BYTES)
     since = {}  # key -> when its wait began
     expected = []
     for _ in range(400):
-        key, now = source.choice("abcdefghijkl"), history.time
-        action, point = source.random(), history.get(key)
+        key, now = source.choice("abcdefghijkl"), points.time
+        action, point = source.random(), points.get(key)
         assert (point is None) == (key not in since)
         if action < 0.4:
             kind = source.choice(list(Kind))
@@ -179,29 +179,29 @@ def test_every_wait_is_told_once_and_those_that_wait_are_in_order(seed):
                 expected.append((key, now - since[key], False))
                 since[key] = now
             since.setdefault(key, now)
-            history.leave(key, 16, kind, Past.NEW_TEXT)
+            points.record_point(key, 16, kind, Past.NEW_TEXT)
         elif action < 0.6 and point is not None:
             expected.append((key, now - since[key], True))
             since[key] = now
-            history.read(point)
+            points.record_read(point)
         elif action < 0.65 and point is not None:
             del since[key]
-            history.forget(point)
+            points.forget(point)
         else:
-            history.admit(source.choice([0, 1, 100, 700]))
+            points.record_admission(source.choice([0, 1, 100, 700]))
             old = sorted(
                 (start, each)
                 for each, start in since.items()
-                if history.time - start > HORIZON_BYTES
+                if points.time - start > HORIZON_BYTES
             )
             forgotten = log.waits[len(expected) :]
             assert sorted(wait[0] for wait in forgotten) == sorted(each for _, each in old)
-            expected += [(wait[0], history.time - since[wait[0]], False) for wait in forgotten]
+            expected += [(wait[0], points.time - since[wait[0]], False) for wait in forgotten]
             for _, each in old:
                 del since[each]
-        waiting = [point.waits_since for point in history._points.values()]
+        waiting = [point.waits_since for point in points._points.values()]
         assert waiting == sorted(waiting)
-        assert len(history) == len(since)
+        assert len(points) == len(since)
 
     assert [(wait[0], *wait[3:]) for wait in log.waits] == expected
 
@@ -216,8 +216,8 @@ def test_every_wait_is_told_once_and_those_that_wait_are_in_order(seed):
     ],
     ids=lambda each: each.name,
 )
-def test_what_a_request_leaves_depends_on_where_it_went_on_from(history, kind, past):
-    assert past_of(history.leave(b"a", 16, kind, Past.NEW_TEXT)) == past
+def test_what_a_request_leaves_depends_on_where_it_went_on_from(points, kind, past):
+    assert past_of(points.record_point(b"a", 16, kind, Past.NEW_TEXT)) == past
 
 
 def test_a_request_of_an_unknown_text_leaves_points_of_a_new_one():

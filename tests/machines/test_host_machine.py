@@ -210,7 +210,7 @@ class Pressure:
                             kept.append((run, copy, num_tokens, key))
                         else:
                             copies.append(copy)
-        loaded = self.manager.load_ahead(sum(run.scheduled for run in self.runs.values()))
+        loaded = self.manager.prefetch_pages(sum(run.scheduled for run in self.runs.values()))
         copies += self.manager.take_copies()
         passed = [
             (run, copy.table_index, copy.target, num_tokens)
@@ -247,7 +247,7 @@ class Pressure:
         copies, passed, ahead = self.keep_in_passing()
         self.num_loaded_ahead += len(ahead)
         self.manager.check()
-        saved = self.manager.save_ahead()
+        saved = self.manager.write_back_pages()
         self.num_ahead += len(saved)
         self.manager.check()
         assert_checkpoints_are_whole(self.manager, HASH_TOKENS)

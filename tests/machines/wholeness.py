@@ -28,7 +28,7 @@ def assert_checkpoints_are_whole(manager, hash_tokens):
                 continue
             if policy.is_overwritten:
                 keys = [hashes[node.num_tokens // hash_tokens - 1]]
-            elif table in tree._lasting:
+            elif table in tree._prefix_tables:
                 pages = range(len(tokens) // grain.page_slots)
                 keys = policy.content_keys(FACTS, hashes, grain, pages)
             else:

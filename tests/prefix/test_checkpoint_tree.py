@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jenga.arena.eviction_queue import NOT_QUEUED
-from jenga.arena.ranks import KEPT_RANK
+from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
@@ -67,7 +67,7 @@ def test_what_a_checkpoint_needs_stays_when_all_else_goes(cut):
     # All that is loose goes, but not one page more.
     large_pages = arena.allocator.large_pages
     arena.allocator.large_pages.evictor = None
-    while 0 <= large_pages.reclaimable.peek_rank() < KEPT_RANK:
+    while 0 <= large_pages.reclaimable.peek_rank() < PINNED_RANK:
         large_pages.make_empty(large_pages.num_empty + 1, 0)
         arena.eviction_notices.deliver()
         arena.check()
@@ -122,7 +122,7 @@ def test_an_evicted_checkpoint_leaves_nothing_that_no_other_one_needs(cut):
     arena.check()
     assert not arena.is_kept(TEXT, 32)
     for table, num_before in zip(arena.tables, others, strict=True):
-        if table in arena.tree._lasting or table.policy.is_overwritten:
+        if table in arena.tree._prefix_tables or table.policy.is_overwritten:
             assert all(key is None for key in table.cache.keys)
         elif table in arena.of_text:
             # What the window had passed is loose as before.
@@ -137,13 +137,13 @@ def test_pages_in_use_outlive_their_checkpoint_and_are_loose_then():
     node = arena.written(TEXT[:16], 16)
     (table,) = arena.tables
     pages = [table.page_of(key) for key in arena.keys(table, TEXT[:16])]
-    table.pages.share(pages[:3])
+    table.pages.share_pages(pages[:3])
 
     arena.tree.evict(node)
 
     assert num_cached(arena) == [3]
     assert arena.tree.num_lost_bytes == 64
-    table.leave_pages(pages[:3])
+    table.release_pages(pages[:3])
     arena.check()
     assert num_cached(arena) == [3]
 
@@ -159,7 +159,7 @@ def test_texts_that_part_share_what_they_have_in_common(cut):
     other_text = TEXT[:16] + "x" * 16
     second = arena.written(other_text, 32)
 
-    lasting = arena.tree._lasting
+    lasting = arena.tree._prefix_tables
     for table in lasting:
         num_new = 16 // table.grain.page_slots
         assert num_cached(arena)[table.index] == before[table.index] + num_new
@@ -184,7 +184,7 @@ def test_a_point_before_one_that_is_kept_is_kept_beside_it(cut):
 
     assert earlier.is_kept
     assert later.is_kept
-    assert later.kept_before is (earlier if arena.tree._lasting else None)
+    assert later.kept_before is (earlier if arena.tree._prefix_tables else None)
     arena.tree.evict(later)
     arena.check()
     assert arena.is_kept(TEXT, 16)
@@ -271,7 +271,7 @@ def test_a_known_branch_takes_the_place_of_a_guess_right_before_it(branch_tokens
     arena.written(TEXT[:40], branch_tokens, Kind.BRANCH)
 
     assert arena.is_kept(TEXT, 16) is not is_dropped
-    assert (arena.tree.history.get(TEXT[:16].encode()) is None) is is_dropped
+    assert (arena.tree.points.get(TEXT[:16].encode()) is None) is is_dropped
 
 
 def test_an_awaited_guess_stays():
@@ -376,7 +376,7 @@ def test_what_is_worth_least_goes_first():
     texts = [name * 16 for name in "abc"]
     for text in texts:
         arena.written(text, 16)
-        arena.tree.history.admit(100)
+        arena.tree.points.record_admission(100)
     arena.tree.admit(hashes("a" * 20), FACTS, hit_tokens=16, asked_tokens=16, computed_bytes=100)
 
     order = []
@@ -392,7 +392,7 @@ def test_what_goes_next_is_what_was_said_to():
     texts = [name * 16 for name in "abcdef"]
     for text in texts:
         arena.written(text, 16)
-        arena.tree.history.admit(100)
+        arena.tree.points.record_admission(100)
     node_bytes = (4 + 3) * 64
 
     chosen = [node for node, _ in arena.tree.upcoming(3 * node_bytes)]
@@ -416,7 +416,7 @@ def test_the_checkpoint_whose_last_use_was_told_is_evicted_next():
     assert arena.tree.next_rank() == NOT_QUEUED
     for text in ("a" * 16, "b" * 16):
         arena.written(text, 16)
-        arena.tree.history.admit(100)
+        arena.tree.points.record_admission(100)
 
     first = arena.tree.next_rank()
     assert arena.tree.next_rank() == first
@@ -482,15 +482,15 @@ def test_a_guess_worth_less_than_what_was_evicted_last_is_remembered_alone(monke
     other = TEXT[::-1]
 
     assert turned_down(arena, other, 16)
-    assert arena.tree.history.get(hashes(other)[3]) is not None
-    assert arena.tree.at(hashes(other), 16) is None
+    assert arena.tree.points.get(hashes(other)[3]) is not None
+    assert arena.tree.node_at(hashes(other), 16) is None
     assert not turned_down(arena, other, 16, Kind.BRANCH)
     assert not turned_down(arena, other, 32)
 
 
 def test_what_was_evicted_long_ago_is_no_measure_of_a_guess(monkeypatch):
     arena = by_saved_tokens(monkeypatch, WINDOWED)
-    arena.tree.history.time += WINDOWED.large_page_bytes * 60
+    arena.tree.points.time += WINDOWED.large_page_bytes * 60
 
     assert not turned_down(arena, TEXT[::-1], 16)
 
@@ -608,7 +608,7 @@ def test_states_of_an_unread_answer_are_taken_and_its_checkpoint_is_forgotten():
     assert dict(taken) == pages
     arena.check()
     assert not arena.is_kept(TEXT, 32)
-    assert arena.tree.history.get(TEXT[:32].encode()) is None
+    assert arena.tree.points.get(TEXT[:32].encode()) is None
     for table in arena.states:
         assert table.pages.num_used == 1
         assert table.page_of(TEXT[:32].encode()) is None
@@ -619,7 +619,7 @@ def test_states_of_an_unread_answer_are_taken_and_its_checkpoint_is_forgotten():
 def used(arena, text):
     """Give all pages of a text a user."""
     for table in arena.of_text:
-        table.pages.share([table.page_of(key) for key in arena.keys(table, text)])
+        table.pages.share_pages([table.page_of(key) for key in arena.keys(table, text)])
 
 
 def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypatch):
@@ -645,7 +645,7 @@ def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypat
     for table in arena.of_text:
         pages = [table.page_of(key) for key in arena.keys(table, TEXT[:48])]
         assert all(table.pins[page] == 1 for page in pages)
-        assert all(table.owners[page] in (None, longer) for page in pages)
+        assert all(table.checkpoint_of[page] in (None, longer) for page in pages)
     assert arena.is_kept(TEXT, 48)
     assert not arena.is_kept(TEXT, 32)
 
@@ -664,7 +664,7 @@ def test_a_checkpoint_whose_states_were_taken_is_gone_if_no_later_one_is_kept(is
 
     arena.check()
     assert node.is_removed
-    assert arena.tree.at(hashes(TEXT), 32) is None
+    assert arena.tree.node_at(hashes(TEXT), 32) is None
 
 
 def test_states_that_another_has_read_are_not_taken():
@@ -681,9 +681,9 @@ def test_states_that_are_read_just_now_or_that_another_checkpoint_needs_are_not_
     node = arena.written(TEXT[:16] + "x" * 8, 16, Kind.ANSWER_END)
     table = arena.states[0]
     page = table.page_of(TEXT[:16].encode())
-    table.pages.share([page])
+    table.pages.share_pages([page])
     assert arena.tree.take_states(node) == []
-    table.leave_pages([page])
+    table.release_pages([page])
     arena.written(TEXT[:16] + "y" * 8, 16)
 
     assert arena.tree.take_states(node) == []
@@ -698,9 +698,9 @@ def test_a_request_reads_the_deepest_point_that_it_could_have_and_not_what_stand
     arena = Arena(STATES)
     for num_tokens, kind in ((16, Kind.BRANCH), (32, Kind.PROMPT_END)):
         arena.written(TEXT[:40], num_tokens, kind)
-    history = arena.tree.history
-    points = {tokens: history.get(TEXT[:tokens].encode()) for tokens in (16, 32)}
-    arena.tree.evict(arena.tree.at(hashes(TEXT), 32))
+    remembered = arena.tree.points
+    points = {tokens: remembered.get(TEXT[:tokens].encode()) for tokens in (16, 32)}
+    arena.tree.evict(arena.tree.node_at(hashes(TEXT), 32))
 
     admitted = arena.tree.admit(
         hashes(TEXT), FACTS, hit_tokens=16, asked_tokens=56, computed_bytes=1000
@@ -712,7 +712,7 @@ def test_a_request_reads_the_deepest_point_that_it_could_have_and_not_what_stand
         16: Past.NEW_TEXT,
         32: Past.READ,
     }
-    assert history.time == 1000
+    assert remembered.time == 1000
 
 
 def test_a_hit_beyond_every_known_point_reads_none_of_them():
@@ -721,7 +721,7 @@ def test_a_hit_beyond_every_known_point_reads_none_of_them():
     arena.written(TEXT[:40], 16, Kind.PROMPT_END)
     arena.tree.admit(hashes(TEXT), FACTS, hit_tokens=32, asked_tokens=56, computed_bytes=1000)
 
-    assert arena.tree.history.get(TEXT[:16].encode()).past == Past.NEW_TEXT
+    assert arena.tree.points.get(TEXT[:16].encode()).past == Past.NEW_TEXT
 
 
 def test_branches_beyond_a_hit_are_told_to_whoever_passes_them_again():
@@ -748,7 +748,7 @@ def test_clear_forgets_all_checkpoints_and_what_comes_after_stands_at_the_root(c
     for table in arena.tables:
         table.cache.clear()
     arena.tree.clear()
-    arena.allocator.large_pages.surrender_all()
+    arena.allocator.large_pages.close_reclaimable()
     arena.check()
 
     assert not arena.tree.evict_one()

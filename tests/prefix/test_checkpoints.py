@@ -60,7 +60,7 @@ def ask(manager, num_tokens, *, keys=None, name="r"):
 def kept(manager, keys):
     """Tokens of a text's checkpoints -> of which kind they are."""
     tree = manager.prefix_cache.tree
-    nodes = ((tokens, tree.at(keys, tokens)) for tokens in range(16, 16 * len(keys) + 1, 16))
+    nodes = ((tokens, tree.node_at(keys, tokens)) for tokens in range(16, 16 * len(keys) + 1, 16))
     return {tokens: node.point.kind for tokens, node in nodes if node is not None and node.is_kept}
 
 
@@ -210,7 +210,7 @@ def test_a_hit_without_a_checkpoint_becomes_one():
 
 
 def past_of(manager, keys, num_tokens):
-    return manager.prefix_cache.tree.at(keys, num_tokens).point.past
+    return manager.prefix_cache.tree.node_at(keys, num_tokens).point.past
 
 
 def test_points_tell_what_their_request_did():
@@ -236,15 +236,15 @@ def test_time_is_what_is_computed_of_prompts_and_answers():
     manager = manager_of(FULL)
     token_bytes = FULL.page_tables[0].small_page_bytes // 16
     ask(manager, 64)
-    assert manager.prefix_cache.tree.history.time == 64 * token_bytes
+    assert manager.prefix_cache.tree.points.time == 64 * token_bytes
     come(manager, "b", 64)
-    assert manager.prefix_cache.tree.history.time == (64 + 16) * token_bytes
+    assert manager.prefix_cache.tree.points.time == (64 + 16) * token_bytes
     manager.allocate("b", num_tokens=97, num_processed_tokens=64)
     manager.commit("b", hashes(96), 96)
 
     manager.free("b")
 
-    assert manager.prefix_cache.tree.history.time == (64 + 16 + 32) * token_bytes
+    assert manager.prefix_cache.tree.points.time == (64 + 16 + 32) * token_bytes
 
 
 # States that are not final yet
@@ -370,7 +370,7 @@ def test_a_state_that_was_kept_by_another_and_evicted_meanwhile_makes_no_checkpo
     manager.allocate("c", num_tokens=64, hit=hit)
     assert manager.keep_state("c", keys[2], 48)
     manager.free("b")
-    manager.prefix_cache.tree.evict(manager.prefix_cache.tree.at(keys, 48))
+    manager.prefix_cache.tree.evict(manager.prefix_cache.tree.node_at(keys, 48))
     manager.check()
 
     manager.commit("c", keys, 64)

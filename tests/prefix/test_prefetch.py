@@ -53,7 +53,7 @@ def test_what_an_admission_would_load_is_loaded_beside_the_step_before(cut):
     with pytest.raises(NotLoadedError, match=r"'b' reads \d+ bytes from host memory"):
         come(manager)
     assert not manager.is_running("b")
-    loads = manager.load_ahead(1)
+    loads = manager.prefetch_pages(1)
     room = manager.take_copies()
     manager.check()
 
@@ -75,7 +75,7 @@ def test_what_an_admission_would_load_is_loaded_beside_the_step_before(cut):
     # States go to where the request has its own.
     waited = [copy for copy in manager.take_copies() if copy.path == CopyPath.FROM_HOST]
     assert {copy.table_index for copy in waited} <= set(states)
-    assert manager.load_ahead(1) == []
+    assert manager.prefetch_pages(1) == []
     manager.check()
 
 
@@ -116,7 +116,7 @@ def test_more_than_a_step_has_time_for_is_loaded_beside_several(monkeypatch):
     for _ in range(3):
         with pytest.raises(NotLoadedError):
             come(manager)
-        num_loaded.append(len(manager.load_ahead(4)))
+        num_loaded.append(len(manager.prefetch_pages(4)))
         manager.take_copies()
     come(manager)
 
@@ -130,7 +130,7 @@ def test_the_first_pages_are_loaded_first(monkeypatch):
     with pytest.raises(NotLoadedError):
         come(manager)
 
-    first, second = manager.load_ahead(1)
+    first, second = manager.prefetch_pages(1)
 
     hit = manager.lookup(hashes(64), max_tokens=63)
     assert hit.pages[0][:2] == [first.target, second.target]
@@ -172,7 +172,7 @@ def test_nothing_is_loaded_for_whom_there_is_no_room():
         come(manager)
 
     assert not isinstance(refused.value, NotLoadedError)
-    assert manager.load_ahead(1) == []
+    assert manager.prefetch_pages(1) == []
     assert manager.host_report() == report
 
 
@@ -183,7 +183,7 @@ def test_what_was_put_off_in_an_earlier_step_is_not_loaded():
 
     manager.new_step()
 
-    assert manager.load_ahead(1) == []
+    assert manager.prefetch_pages(1) == []
 
 
 def test_what_is_in_the_arena_by_then_is_not_loaded():
@@ -193,7 +193,7 @@ def test_what_is_in_the_arena_by_then_is_not_loaded():
     manager.allocate("other", num_tokens=32)
     manager.commit("other", hashes(32), 32)
 
-    (load,) = manager.load_ahead(1)
+    (load,) = manager.prefetch_pages(1)
 
     hit = manager.lookup(hashes(64), max_tokens=63)
     assert hit.pages[0][:2] == manager.page_table("other", 0)
@@ -209,7 +209,7 @@ def test_what_host_memory_lost_by_then_is_not_loaded():
         for key in hashes(64)[:2]:
             manager.prefix_cache.host.drop(table, key)
 
-    (load,) = manager.load_ahead(1)
+    (load,) = manager.prefetch_pages(1)
 
     assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 0
     assert load.path == CopyPath.FROM_HOST
@@ -221,7 +221,7 @@ def test_what_makes_room_is_saved_before_its_place_is_taken():
     with pytest.raises(NotLoadedError):
         come(manager)
 
-    loads = manager.load_ahead(1)
+    loads = manager.prefetch_pages(1)
     saved = manager.take_copies()
 
     # The arena was full of prompts that nobody has copied yet.
@@ -232,4 +232,4 @@ def test_what_makes_room_is_saved_before_its_place_is_taken():
 def test_without_host_memory_nothing_is_loaded():
     manager = manager_of(PLAIN, 9, 0)
 
-    assert manager.load_ahead(1000) == []
+    assert manager.prefetch_pages(1000) == []

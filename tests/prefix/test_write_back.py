@@ -20,7 +20,7 @@ def grown(manager, num_large_pages=3):
     ahead = []
     for number in range(num_large_pages):
         compute(manager, f"r{number}", 16, prefix=f"p{number}")
-        ahead += manager.save_ahead()
+        ahead += manager.write_back_pages()
     return ahead
 
 
@@ -68,30 +68,30 @@ def test_copies_ahead_are_not_among_those_that_a_step_waits_for():
     manager = manager_of(PLAIN, 5, 9)
     for number in range(4):
         compute(manager, f"r{number}", 16, prefix=f"p{number}")
-        assert manager.save_ahead() == []
+        assert manager.write_back_pages() == []
     compute(manager, "r4", 16, prefix="p4")
 
     (waited,) = manager.take_copies()
-    (ahead,) = manager.save_ahead()
+    (ahead,) = manager.write_back_pages()
 
     assert waited.path == ahead.path == CopyPath.TO_HOST
     assert waited.source != ahead.source
     assert manager.take_copies() == []
-    assert manager.save_ahead() == []  # it was looked at
+    assert manager.write_back_pages() == []  # it was looked at
 
 
 def test_as_much_is_saved_as_a_step_took_lately():
     manager = manager_of(PLAIN, 17, 33)
     for number in range(16):
         compute(manager, f"r{number}", 16, prefix=f"p{number}")
-        manager.save_ahead()
+        manager.write_back_pages()
     compute(manager, "long", 6 * 16, prefix="long")  # in one step
 
-    assert len(manager.save_ahead()) == 6
+    assert len(manager.write_back_pages()) == 6
     # What was saved stays so while steps take nothing.
     for _ in range(40):
         manager.new_step()
-        assert manager.save_ahead() == []
+        assert manager.write_back_pages() == []
     compute(manager, "again", 6 * 16, prefix="again")
     assert manager.host_report().stored_bytes == 12 * PLAIN.large_page_bytes
 
@@ -101,7 +101,7 @@ def test_where_nothing_goes_any_longer_what_lies_there_alone_stays():
     manager = manager_of(PLAIN, 10, 9)
     for number in range(14):
         compute(manager, f"r{number}", 17, prefix=f"p{number}")
-        manager.save_ahead()
+        manager.write_back_pages()
     here = [f"p{number}" for number in range(6, 14)]
     gone = [f"p{number}" for number in range(6)]
     assert all(is_on_host(manager, name) for name in gone)
@@ -110,7 +110,7 @@ def test_where_nothing_goes_any_longer_what_lies_there_alone_stays():
     rng = random.Random(0)
     for number in range(200):
         compute(manager, f"again{number}", 17, prefix=rng.choice(here))
-        manager.save_ahead()
+        manager.write_back_pages()
 
     assert manager._allocator.large_pages.num_evicted == num_evicted
     assert all(is_on_host(manager, name) for name in gone)
@@ -124,10 +124,10 @@ def test_small_pages_that_go_alone_are_saved_too():
         manager.allocate(f"runs{number}", num_tokens=16)
     for number in range(6):
         compute(manager, f"r{number}", 16, prefix=f"p{number}")
-        assert manager.save_ahead() == []
+        assert manager.write_back_pages() == []
     compute(manager, "r6", 16, prefix="p6")
 
-    (copy,) = manager.save_ahead()
+    (copy,) = manager.write_back_pages()
 
     assert copy.path == CopyPath.TO_HOST
     assert is_on_host(manager, "p1")
@@ -141,12 +141,12 @@ def test_small_pages_that_go_alone_are_saved_too():
 def test_what_nobody_is_likely_to_go_on_from_is_not_saved(cut, num_large_pages):
     manager = manager_of(cut, num_large_pages, 40)
     compute(manager, "a", 16 * 100, prefix="a", chunk=16)
-    manager.save_ahead()
+    manager.write_back_pages()
     compute(manager, "b", 16 * 4, prefix="b", chunk=16)
 
     # Windows that were passed go first, and enough of them are left.
     assert sum(each.alone + each.own_large for each in manager.cache_report().evictions) > 0
-    assert manager.save_ahead() == []
+    assert manager.write_back_pages() == []
     assert manager.host_report().stored_bytes == 0
 
 
@@ -154,7 +154,7 @@ def test_after_a_reset_nothing_is_taken_for_saved():
     manager = manager_of(PLAIN, 5, 9)
     grown(manager, 6)
     assert manager.reset_prefix_cache()
-    manager.save_ahead()
+    manager.write_back_pages()
 
     grown(manager, 6)
 

@@ -105,14 +105,14 @@ def load_all_ahead(llm):
     """Let admissions load nothing while others run; get a list of the pages loaded before them."""
     manager, loaded = scheduler_of(llm).kv_cache_manager.manager, []
     manager.prefix_cache.prefetch._at_once_bytes = 0
-    original = manager.load_ahead
+    original = manager.prefetch_pages
 
-    def load_ahead(num_tokens):
+    def prefetch_pages(num_tokens):
         copies = original(num_tokens)
         loaded.extend(copy.target for copy in copies)
         return copies
 
-    manager.load_ahead = load_ahead
+    manager.prefetch_pages = prefetch_pages
     return loaded
 
 

@@ -830,9 +830,9 @@ def test_orders_are_asked_for_in_the_order_that_the_machine_of_host_memory_prove
     assert asked == [
         "take_copies",
         "keep_passed",
-        "load_ahead",
+        "prefetch_pages",
         "take_copies",
-        "save_ahead",
+        "write_back_pages",
         "keeps_state",
     ]
 

@@ -1,6 +1,7 @@
 """Lending in units of many large pages, as systems do that move whole gigabytes between engines."""
 
 from jenga.arena.borrowed_pages import Lender, News
+from jenga.page_ids import LargePageId
 
 
 class LentInUnits:
@@ -19,7 +20,7 @@ class LentInUnits:
         """
         self._lender = lender
         self._unit_pages = unit_pages
-        self._parked: list[int] = []  # returned by the engine, but fewer than a unit
+        self._parked: list[LargePageId] = []  # returned by the engine, but fewer than a unit
 
     @property
     def num_pages(self) -> int:
@@ -45,11 +46,11 @@ class LentInUnits:
         """See `Lender`."""
         return self._lender.now_s()
 
-    def first_pages(self) -> list[int]:
+    def first_pages(self) -> list[LargePageId]:
         """See `Lender`."""
         return self._lender.first_pages()
 
-    def take_free(self, num_pages: int) -> list[int]:
+    def take_free(self, num_pages: int) -> list[LargePageId]:
         """See `Lender`."""
         parked, self._parked = self._parked, []
         if len(parked) < num_pages:
@@ -61,7 +62,7 @@ class LentInUnits:
         num_pages = self._whole_units(num_pages)
         self._lender.ask(num_pages, older_than_s, is_needed=is_needed)
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: list[LargePageId]) -> None:
         """See `Lender`."""
         self._parked += pages
         num_whole = len(self._parked) // self._unit_pages * self._unit_pages

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jenga.geometry import Geometry
+from jenga.page_ids import HostPageId, SmallPageId
 from jenga.tables.request import CopyPath, PageCopy
 
 
@@ -23,8 +24,8 @@ class CopyRound:
     """
 
     small_pages_per_large_page: int
-    source_pages: tuple[int, ...]
-    target_pages: tuple[int, ...]
+    source_pages: tuple[SmallPageId | HostPageId, ...]
+    target_pages: tuple[SmallPageId | HostPageId, ...]
     path: CopyPath = CopyPath.IN_ARENA
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from vllm.config.ec_manager_config import EncoderCacheManagerMetadata
 
+from jenga.page_ids import SmallPageId
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepImages(EncoderCacheManagerMetadata):
@@ -17,7 +19,9 @@ class StepImages(EncoderCacheManagerMetadata):
             pages to write.
     """
 
-    reads: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
-    writes: Mapping[str, Sequence[Sequence[int]]] = field(
-        default_factory=dict[str, Sequence[Sequence[int]]]
+    reads: Mapping[str, Sequence[SmallPageId]] = field(
+        default_factory=dict[str, Sequence[SmallPageId]]
+    )
+    writes: Mapping[str, Sequence[Sequence[SmallPageId]]] = field(
+        default_factory=dict[str, Sequence[Sequence[SmallPageId]]]
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jenga.page_ids import SmallPageId
 from jenga.vllm_plugin.orders.copy_rounds import CopyRound
 
 _ATTRIBUTE = "jenga_orders"
@@ -25,9 +26,9 @@ class CheckpointWrite:
         page: Small page to keep the state in.
     """
 
-    running_page: int
+    running_page: SmallPageId
     after_tokens: int
-    page: int
+    page: SmallPageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from jenga.errors import NotLoadedError, OutOfPagesError
 from jenga.eviction.known import policy_by_name
 from jenga.manager import Manager
+from jenga.page_ids import SmallPageId
 from jenga.policies import RequestFacts
 from jenga.spec import TokenBudget
 from jenga.state_keeper import StateKeeper
@@ -56,7 +57,9 @@ class PageTables(KVCacheBlocks):
         hit: Prefix hit that a lookup returned. None for pages that do not come from a lookup.
     """
 
-    def __init__(self, page_ids: tuple[list[int], ...], hit: PrefixHit | None = None) -> None:
+    def __init__(
+        self, page_ids: tuple[list[SmallPageId], ...], hit: PrefixHit | None = None
+    ) -> None:
         super().__init__(blocks=tuple(() for _ in page_ids))
         self.page_ids = page_ids
         self.hit = hit
@@ -590,7 +593,7 @@ class JengaKVCacheManager:
         """Get all page tables of a request."""
         return PageTables(self.get_block_ids(request_id))
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+    def get_block_ids(self, request_id: str) -> tuple[list[SmallPageId], ...]:
         """Get a request's page ids per group. A waiting request has none."""
         if not self.manager.is_running(request_id):
             return tuple([] for _ in range(self.num_kv_cache_groups))

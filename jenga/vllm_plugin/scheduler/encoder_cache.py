@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 
-from jenga.arena.large_pages import NULL_PAGE
 from jenga.manager import Manager
+from jenga.page_ids import NULL_PAGE, SmallPageId
 from jenga.tables.request import MISSING, PrefixHit
 from jenga.vllm_plugin.orders.step_images import StepImages
 from jenga.vllm_plugin.scheduler.encoder_hits import image_of
@@ -207,7 +207,7 @@ class ImageBook:
         """Get the pages of all images that the step reads or writes. None if there are none."""
         from vllm.multimodal.utils import get_mm_features_in_window
 
-        reads: dict[str, list[int]] = {}
+        reads: dict[str, list[SmallPageId]] = {}
         for name, (request, start_token, end_token) in self._step.items():
             held = self._held.get(name)
             if not held:
@@ -223,13 +223,13 @@ class ImageBook:
                 reads[identifier] = [
                     page or other for page, other in zip(known, pages, strict=True)
                 ]
-        writes: dict[str, list[list[int]]] = {}
+        writes: dict[str, list[list[SmallPageId]]] = {}
         for name, number in self._written:
             identifier = self._step[name][0].mm_features[number].identifier
             writes.setdefault(identifier, []).append(self._pages(name, number))
         return StepImages(reads=reads, writes=writes) if reads or writes else None
 
-    def _pages(self, request_id: str, number: int) -> list[int]:
+    def _pages(self, request_id: str, number: int) -> list[SmallPageId]:
         return self._manager.image_pages(request_id, self._table_index, number)
 
 

@@ -6,8 +6,10 @@ and pages.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from jenga.manager import Manager
+from jenga.page_ids import SmallPageId
 from jenga.state_keeper import KeptInPassing, StateKeeper, end_step
 from jenga.vllm_plugin.orders.copy_rounds import copy_rounds
 from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
@@ -50,9 +52,11 @@ def _checkpoints(
     writes: dict[str, list[CheckpointWrite]] = {}
     for each in kept:
         copy = each.copy
-        if manager.keeps_state(copy.table_index, each.prefix_hash, copy.target):
+        # Both pages of the copy are in the arena.
+        running_page, page = cast("SmallPageId", copy.source), cast("SmallPageId", copy.target)
+        if manager.keeps_state(copy.table_index, each.prefix_hash, page):
             write = CheckpointWrite(
-                running_page=copy.source, after_tokens=each.after_tokens, page=copy.target
+                running_page=running_page, after_tokens=each.after_tokens, page=page
             )
             for name in first_layers[copy.table_index]:
                 writes.setdefault(name, []).append(write)

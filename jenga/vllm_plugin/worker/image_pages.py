@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from jenga.arena.large_pages import NULL_PAGE
 from jenga.errors import InvariantError
+from jenga.page_ids import NULL_PAGE, SmallPageId
 from jenga.vllm_plugin.arena.layout import (
     JengaKVCacheConfig,
     geometry_of,
@@ -29,7 +29,7 @@ class ImageRows:
 
     __slots__ = ("_page_ids", "_pages")
 
-    def __init__(self, pages: torch.Tensor, page_ids: Sequence[int]) -> None:
+    def __init__(self, pages: torch.Tensor, page_ids: Sequence[SmallPageId]) -> None:
         """Describe where the rows are.
 
         Args:
@@ -69,8 +69,8 @@ class ArenaEmbeddings:
             pages: Pages of the arena, [num_pages, page_rows, width]. They are written in place.
         """
         self._pages = pages
-        self._reads: dict[str, Sequence[int]] = {}
-        self._writes: dict[str, Sequence[Sequence[int]]] = {}
+        self._reads: dict[str, Sequence[SmallPageId]] = {}
+        self._writes: dict[str, Sequence[Sequence[SmallPageId]]] = {}
 
     def begin_step(self, images: "StepImages | None") -> None:
         """Take the pages of a step's images."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from jenga.geometry import Geometry
+from jenga.page_ids import SmallPageId
 from jenga.vllm_plugin.arena.layout import first_layers, geometry_of, group_tables
 from jenga.vllm_plugin.orders.copy_rounds import CopyRound
 from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders, attach_orders
@@ -114,17 +115,18 @@ def orders_of(
     copies: list[CopyRound] = []
     checkpoints: dict[str, tuple[CheckpointWrite, ...]] = {}
     for index, table in tables:
-        last_page = num_large_pages * table.small_pages_per_large_page - 1
+        num_pages = num_large_pages * table.small_pages_per_large_page
+        source, target = SmallPageId(num_pages - 2), SmallPageId(num_pages - 1)
         copies.append(
             CopyRound(
                 small_pages_per_large_page=table.small_pages_per_large_page,
-                source_pages=(last_page - 1,),
-                target_pages=(last_page,),
+                source_pages=(source,),
+                target_pages=(target,),
             )
         )
-        running_page = prompts[0].block_ids[index][0]
+        running_page = SmallPageId(prompts[0].block_ids[index][0])
         write = CheckpointWrite(
-            running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=last_page
+            running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=target
         )
         checkpoints |= dict.fromkeys(layers[index], (write,))
     return StepOrders(copies=tuple(copies), checkpoints=checkpoints)
