@@ -33,10 +33,15 @@ def prompts_of_lengths(lengths, *, seed, vocab_size=500, shared_tokens=0):
 
 
 def audio_of_seed(seed):
-    """Make a second of noise: samples, and how many a second has."""
+    """Make a second of noise: samples, and how many a second has.
+
+    Other numbers of seconds are given with the seed.
+    """
     import numpy as np
 
-    return np.random.default_rng(seed).normal(size=16000).astype(np.float32), 16000
+    seed, seconds = seed if isinstance(seed, list) else (seed, 1)
+    noise = np.random.default_rng(seed).normal(size=16000 * seconds)
+    return noise.astype(np.float32), 16000
 
 
 def image_of_seed(seed):
@@ -210,9 +215,15 @@ def arena_of(llm):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def fill_arenas(llm, *, is_pipeline):
+def ranks_of(options):
+    """Get whether an engine has ranks of a pipeline, and whether it has ranks of any kind."""
+    is_pipeline = options.get("pipeline_parallel_size", 1) > 1
+    return is_pipeline, is_pipeline or options.get("tensor_parallel_size", 1) > 1
+
+
+def fill_arenas(llm, *, has_ranks=False):
     """Fill what all layers view with NaN, on every rank; get the bytes of each."""
-    if is_pipeline:
+    if has_ranks:
         return llm.collective_rpc("fill_arena", args=(NAN_BYTE,))
     arena = arena_of(llm)
     arena.fill_(NAN_BYTE)
@@ -329,8 +340,10 @@ def estimate_graphs(num_bytes):
 def prompts_of(job):
     """Get a job's prompts as an engine takes them, with what they hear and see."""
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
-        prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
+    for prompt, seeds in zip(prompts, job.get("audio_seeds", ()), strict=False):
+        heard = seeds if isinstance(seeds, list) else [seeds]
+        if heard:
+            prompt["multi_modal_data"] = {"audio": [audio_of_seed(seed) for seed in heard]}
     for prompt, seeds in zip(prompts, job.get("image_seeds", ()), strict=False):
         if seeds:
             prompt["multi_modal_data"] = {"image": [image_of_seed(seed) for seed in seeds]}
@@ -377,10 +390,10 @@ def main():
     replays = count_graphs(llm) if job.get("captures") else {}
     events = job["options"].get("kv_events_config")
     received = follow_events(events["endpoint"]) if events else None
-    is_pipeline = job["options"].get("pipeline_parallel_size", 1) > 1
+    is_pipeline, has_ranks = ranks_of(job["options"])
     if is_pipeline:
         llm.collective_rpc("make_intermediate_tensors")
-    arena_bytes = fill_arenas(llm, is_pipeline=is_pipeline) if job.get("fill_arena") else None
+    arena_bytes = fill_arenas(llm, has_ranks=has_ranks) if job.get("fill_arena") else None
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job["max_tokens"],
@@ -397,7 +410,7 @@ def main():
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates and is_near else {}
-    if (speculates or is_pipeline or "image_seeds" in job) and preemptions is not None:
+    if (speculates or has_ranks or has_encoder) and preemptions is not None:
         check_each_step(llm)
     size = -(-len(prompts) // job.get("rounds", 1))
     outputs = []

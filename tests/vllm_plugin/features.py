@@ -49,6 +49,9 @@ SERVED = {
             "test_images.py"
             "::test_images_that_are_read_before_and_after_give_what_transformers_gives"
         ),
+        "Audio in the place of tokens (Qwen2-Audio)": (
+            "test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
+        ),
     },
     "Prefix caching": {
         "Automatic prefix caching": (
@@ -72,6 +75,9 @@ SERVED = {
         ),
         "The same for images whose tokens read each other (Gemma 3, PaliGemma 2)": (
             "test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
+        ),
+        "Audio embeddings in the arena (Qwen2-Audio)": (
+            "test_audio_pages.py::test_audio_gives_way_and_requests_are_preempted_in_a_small_arena"
         ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
@@ -127,17 +133,33 @@ SERVED = {
             "test_speculation_hybrid.py"
             "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
         ),
+        "Structured outputs (JSON schema, choice, regex), with and without EAGLE, EAGLE-3, MTP": (
+            "test_structured_drafts.py"
+            "::test_answers_in_a_form_are_those_of_stock_vllm_whoever_drafts"
+        ),
     },
     "Engine": {
         "Priorities, chunked prefill, asynchronous scheduling, custom schedulers": (
             "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
         ),
         "Preemption": "test_engine.py::test_engine_preempts_in_a_small_arena_and_loses_nothing",
-        "Tensor parallelism": (
+        "Tensor parallelism (Mamba-2 hybrids, short convolutions)": (
             "test_hybrid_engine.py::test_two_tensor_parallel_workers_generate_what_one_does"
         ),
-        "Pipeline parallelism": (
+        "Tensor parallelism of sliding windows (Gemma 3, gpt-oss)": (
+            "test_parallel_layers.py"
+            "::test_windows_on_two_tensor_parallel_ranks_generate_what_stock_vllm_generates"
+        ),
+        "Tensor parallelism of gated delta nets": (
+            "test_gated_delta_engine.py"
+            "::test_two_tensor_parallel_workers_generate_what_transformers_generates"
+        ),
+        "Pipeline parallelism (sliding windows, Mamba-1 hybrids, short convolutions)": (
             "test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
+        ),
+        "Pipeline parallelism of Mamba-2 hybrids and gated delta nets": (
+            "test_parallel_layers.py"
+            "::test_states_on_two_ranks_of_a_pipeline_generate_what_transformers_generates"
         ),
         "Data parallelism": (
             "test_data_parallel.py::test_a_rank_that_waits_for_another_finds_what_it_cached"
