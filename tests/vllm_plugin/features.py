@@ -133,7 +133,7 @@ SERVED = {
             "test_speculation_hybrid.py"
             "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
         ),
-        "Structured outputs (JSON schema, choice, regex), with and without EAGLE, EAGLE-3, MTP": (
+        "Structured outputs (JSON schema, choice, regex) with drafts of EAGLE and MTP": (
             "test_structured_drafts.py"
             "::test_answers_in_a_form_are_those_of_stock_vllm_whoever_drafts"
         ),

@@ -6,6 +6,7 @@ structured_process.py JOB RESULT.
 
 import json
 import sys
+from math import inf
 from pathlib import Path
 
 from tests.vllm_plugin.engine_process import (
@@ -30,12 +31,17 @@ def sampling_of(form, max_tokens):
     )
 
 
+def possible(logprobs):
+    """Leave out the tokens that a form forbids, of each position of an answer."""
+    return [{token: each for token, each in at.items() if each > -inf} for at in logprobs]
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
     llm = LLM(**job["options"])
-    drafts = count_drafts(llm) if "speculative_config" in job["options"] else {}
+    drafts = count_drafts(llm)
     if job.get("fill_arena"):
         fill_arenas(llm)
         check_each_step(llm)
@@ -44,8 +50,11 @@ def main():
     outputs = []
     for _ in range(job["rounds"]):
         outputs += llm.generate(prompts, sampling, use_tqdm=False)
+    answers = _result(outputs)
+    for answer in answers:
+        answer["logprobs"] = possible(answer["logprobs"])
     result = {
-        "outputs": _result(outputs),
+        "outputs": answers,
         "texts": [output.outputs[0].text for output in outputs],
         "drafts": [drafts.get(number, (0, 0)) for number in range(len(outputs))],
     }
