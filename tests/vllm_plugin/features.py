@@ -186,6 +186,21 @@ SERVED = {
 }
 """Features that are served, each with a test in this folder."""
 
+NOT_TRIED = {
+    "Structured outputs with EAGLE-3, draft models or model runner V2": "",
+    "Other audio in the place of tokens (Ultravox, Voxtral, Qwen2.5-Omni)": "",
+    "Pipeline parallelism of Granite 4.0": "vLLM 0.32 fails to make its layers on two ranks",
+    "Pipeline parallelism with images or audio": "",
+    "Speculative decoding with tensor parallelism": "",
+    "Expert parallelism (`--enable-expert-parallel`, `--enable-eplb`)": (
+        "vLLM's CPU build does not gather the tokens of experts"
+    ),
+    "Ray (`--distributed-executor-backend ray`)": "",
+    "AWQ and bitsandbytes weights": "",
+    "Custom logits processors, thinking budgets": "",
+}
+"""Features that no test runs, each with what is known of it."""
+
 _NUMBERS = "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
 _REPLAYED = SERVED["Cache dtypes"]["Histories of states (`--use-replayssm`)"]
 _STATE_DTYPES = SERVED["Cache dtypes"]["`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`"]
@@ -294,10 +309,17 @@ SET_BY_VLLM = {
 _HEAD = """# Features of vLLM
 
 This page lists the features and options of vLLM that the backend `JENGA_TRITON` serves, refuses or
-ignores. The tests named here are in `tests/vllm_plugin`.
+ignores, and those that were not tried. The tests named here are in `tests/vllm_plugin`.
 `python -m tests.vllm_plugin.features` writes this page from the tables that the plugin and its
 tests use.
 """
+
+_NOT_TRIED = """## Not tried
+
+No test runs these features with the backend, and nothing refuses them.
+
+| feature | what is known |
+|---|---|"""
 
 _REFUSED = """## Refused
 
@@ -352,7 +374,9 @@ def page() -> str:
         lines += [f"| {title} | test |", "|---|---|"]
         lines += [f"| {feature} | `{test}` |" for feature, test in features.items()]
         lines.append("")
-    lines.append(_REFUSED)
+    lines.append(_NOT_TRIED)
+    lines += [f"| {feature} | {known} |" for feature, known in NOT_TRIED.items()]
+    lines += ["", _REFUSED]
     for words in (refusal.value for refusal in Refusal):
         lines.append(f"| {words.feature} | {words.reason} | {words.instead} |")
     lines += ["", _UNUSED]

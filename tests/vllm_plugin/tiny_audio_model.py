@@ -53,6 +53,7 @@ def save(path: Path) -> Path:
     embeddings.mul_(0.2)
     embeddings[FIRST_SPECIAL_TOKEN:] = 0
     model.save_pretrained(path)
+    _name_text_layers_as_published(path)
     Qwen2AudioProcessor(
         WhisperFeatureExtractor(feature_size=_MEL_BINS),
         _tokenizer(),
@@ -60,3 +61,13 @@ def save(path: Path) -> Path:
         audio_eos_token="<end_of_audio>",
     ).save_pretrained(path)
     return path
+
+
+def _name_text_layers_as_published(path: Path) -> None:
+    """Undo a second prefix that transformers adds to the text layers as it saves them."""
+    from safetensors.torch import load_file, save_file
+
+    twice, once = "language_model.model.model.", "language_model.model."
+    weights = load_file(path / "model.safetensors")
+    named = {name.replace(twice, once): weight for name, weight in weights.items()}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
