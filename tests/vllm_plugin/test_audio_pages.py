@@ -39,27 +39,17 @@ def prompts_about_audio():
     return prompts
 
 
-def run_both(run_engine, model, *, copies=1, options=None, **job):
-    """Run the stock engine and ours on the same prompts, twice each."""
-    prompts, audio = prompts_about_audio() * copies, AUDIO * copies
-    job |= {"by_references": True, "audio_seeds": audio * 2, "rounds": 2}
-    theirs = run_engine(model, prompts * 2, options=STOCK, **job)
+def test_audio_is_encoded_once_and_read_from_pages_of_the_arena(audio_model, run_engine):
+    prompts = prompts_about_audio() * 2
+    job = {"by_references": True, "audio_seeds": AUDIO * 2, "rounds": 2}
+
+    theirs = run_engine(audio_model, prompts, options=STOCK, **job)
     ours = run_engine(
-        model,
-        prompts * 2,
-        options=OURS | (options or {}),
-        fill_arena=True,
-        report_manager=True,
-        **job,
+        audio_model, prompts, options=OURS, fill_arena=True, report_manager=True, **job
     )
+
     assert_same_generation(ours, theirs)
     assert ours["request_tokens"] == {}
-    return ours
-
-
-def test_audio_is_encoded_once_and_read_from_pages_of_the_arena(audio_model, run_engine):
-    ours = run_both(run_engine, audio_model)
-
     tables = [table["name"] for table in ours["cache"]["evictions"]]
     assert tables == ["full", "images"]
     assert sum(ours["encoded"]) == NUM_AUDIO
@@ -69,18 +59,6 @@ def test_audio_is_encoded_once_and_read_from_pages_of_the_arena(audio_model, run
         sum(texts) - (len(texts) - 1) + TOKENS_PER_SECOND * sum(seconds for _, seconds in heard)
         for texts, heard in zip(LENGTHS, AUDIO, strict=True)
     ]
-    prompts = [len(output["prompt"]) for output in ours["outputs"][: len(AUDIO)]]
-    assert prompts == lengths
+    assert [len(output["prompt"]) for output in ours["outputs"]] == lengths * 2
     hits = [output["cached_tokens"] for output in ours["outputs"][len(AUDIO) :]]
     assert hits == [(length - 1) // 16 * 16 for length in lengths]
-
-
-@pytest.mark.slow
-def test_audio_gives_way_and_requests_are_preempted_in_a_small_arena(audio_model, run_engine):
-    small = {"kv_cache_memory_bytes": 24 * 49152}
-
-    ours = run_both(run_engine, audio_model, copies=2, options=small, max_tokens=40)
-
-    assert ours["preemptions"] > 0
-    evictions = {table.pop("name"): sum(table.values()) for table in ours["cache"]["evictions"]}
-    assert evictions["images"] > 0
