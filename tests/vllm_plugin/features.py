@@ -77,7 +77,7 @@ SERVED = {
             "test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
         ),
         "Audio embeddings in the arena (Qwen2-Audio)": (
-            "test_audio_pages.py::test_audio_gives_way_and_requests_are_preempted_in_a_small_arena"
+            "test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
         ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
