@@ -215,15 +215,9 @@ def arena_of(llm):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def ranks_of(options):
-    """Get whether an engine has ranks of a pipeline, and whether it has ranks of any kind."""
-    is_pipeline = options.get("pipeline_parallel_size", 1) > 1
-    return is_pipeline, is_pipeline or options.get("tensor_parallel_size", 1) > 1
-
-
-def fill_arenas(llm, *, has_ranks=False):
+def fill_arenas(llm, *, is_pipeline):
     """Fill what all layers view with NaN, on every rank; get the bytes of each."""
-    if has_ranks:
+    if is_pipeline:
         return llm.collective_rpc("fill_arena", args=(NAN_BYTE,))
     arena = arena_of(llm)
     arena.fill_(NAN_BYTE)
@@ -390,10 +384,10 @@ def main():
     replays = count_graphs(llm) if job.get("captures") else {}
     events = job["options"].get("kv_events_config")
     received = follow_events(events["endpoint"]) if events else None
-    is_pipeline, has_ranks = ranks_of(job["options"])
+    is_pipeline = job["options"].get("pipeline_parallel_size", 1) > 1
     if is_pipeline:
         llm.collective_rpc("make_intermediate_tensors")
-    arena_bytes = fill_arenas(llm, has_ranks=has_ranks) if job.get("fill_arena") else None
+    arena_bytes = fill_arenas(llm, is_pipeline=is_pipeline) if job.get("fill_arena") else None
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job["max_tokens"],
@@ -410,7 +404,7 @@ def main():
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates and is_near else {}
-    if (speculates or has_ranks or has_encoder) and preemptions is not None:
+    if (speculates or is_pipeline or "image_seeds" in job) and preemptions is not None:
         check_each_step(llm)
     size = -(-len(prompts) // job.get("rounds", 1))
     outputs = []

@@ -36,7 +36,7 @@ def sleep_once(llm, *, level, mode):
     manager = scheduler_of(llm).kv_cache_manager.manager
     manager.check()
     assert manager.request_tokens() == {}
-    fill_arenas(llm)
+    fill_arenas(llm, is_pipeline=False)
     fill_host_memory(llm)
     assert not llm.wake_up(tags=["weights"])
     llm.wake_up()
@@ -58,7 +58,7 @@ def main():
         start_as_on_a_gpu(llm)
     replays = count_graphs(llm) if job.get("captures") else {}
     preemptions = count_preemptions(llm)
-    fill_arenas(llm)
+    fill_arenas(llm, is_pipeline=False)
     sampling = SamplingParams(
         temperature=0.0, max_tokens=job["max_tokens"], logprobs=5, ignore_eos=True, detokenize=False
     )
