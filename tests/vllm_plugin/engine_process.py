@@ -33,10 +33,15 @@ def prompts_of_lengths(lengths, *, seed, vocab_size=500, shared_tokens=0):
 
 
 def audio_of_seed(seed):
-    """Make a second of noise: samples, and how many a second has."""
+    """Make a second of noise: samples, and how many a second has.
+
+    Other numbers of seconds are given with the seed.
+    """
     import numpy as np
 
-    return np.random.default_rng(seed).normal(size=16000).astype(np.float32), 16000
+    seed, seconds = seed if isinstance(seed, list) else (seed, 1)
+    noise = np.random.default_rng(seed).normal(size=16000 * seconds)
+    return noise.astype(np.float32), 16000
 
 
 def image_of_seed(seed):
@@ -329,8 +334,10 @@ def estimate_graphs(num_bytes):
 def prompts_of(job):
     """Get a job's prompts as an engine takes them, with what they hear and see."""
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
-        prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
+    for prompt, seeds in zip(prompts, job.get("audio_seeds", ()), strict=False):
+        heard = seeds if isinstance(seeds, list) else [seeds]
+        if heard:
+            prompt["multi_modal_data"] = {"audio": [audio_of_seed(seed) for seed in heard]}
     for prompt, seeds in zip(prompts, job.get("image_seeds", ()), strict=False):
         if seeds:
             prompt["multi_modal_data"] = {"image": [image_of_seed(seed) for seed in seeds]}

@@ -49,6 +49,9 @@ SERVED = {
             "test_images.py"
             "::test_images_that_are_read_before_and_after_give_what_transformers_gives"
         ),
+        "Audio in the place of tokens (Qwen2-Audio)": (
+            "test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
+        ),
     },
     "Prefix caching": {
         "Automatic prefix caching": (
@@ -72,6 +75,9 @@ SERVED = {
         ),
         "The same for images whose tokens read each other (Gemma 3, PaliGemma 2)": (
             "test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
+        ),
+        "Audio embeddings in the arena (Qwen2-Audio)": (
+            "test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
         ),
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
@@ -127,16 +133,24 @@ SERVED = {
             "test_speculation_hybrid.py"
             "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
         ),
+        "Structured outputs (JSON schema, choice, regex) with drafts of EAGLE and MTP": (
+            "test_structured_drafts.py"
+            "::test_answers_in_a_form_are_those_of_stock_vllm_whoever_drafts"
+        ),
     },
     "Engine": {
         "Priorities, chunked prefill, asynchronous scheduling, custom schedulers": (
             "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
         ),
         "Preemption": "test_engine.py::test_engine_preempts_in_a_small_arena_and_loses_nothing",
-        "Tensor parallelism": (
+        "Tensor parallelism (Mamba-2 hybrids, short convolutions)": (
             "test_hybrid_engine.py::test_two_tensor_parallel_workers_generate_what_one_does"
         ),
-        "Pipeline parallelism": (
+        "Tensor parallelism of gated delta nets": (
+            "test_gated_delta_engine.py"
+            "::test_two_tensor_parallel_workers_generate_what_transformers_generates"
+        ),
+        "Pipeline parallelism (sliding windows, Mamba-1 hybrids, short convolutions)": (
             "test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
         ),
         "Data parallelism": (
@@ -166,6 +180,23 @@ SERVED = {
     },
 }
 """Features that are served, each with a test in this folder."""
+
+NOT_TRIED = {
+    "Structured outputs with EAGLE-3, draft models or model runner V2": "",
+    "Other audio in the place of tokens (Ultravox, Voxtral, Qwen2.5-Omni)": "",
+    "Tensor parallelism of sliding windows": "pipelines of them are served",
+    "Pipeline parallelism of gated delta nets and of Mamba-2": "tensor parallelism is served",
+    "Pipeline parallelism of Granite 4.0": "vLLM 0.32 fails to make its layers on two ranks",
+    "Pipeline parallelism with images or audio": "",
+    "Speculative decoding with tensor parallelism": "",
+    "Expert parallelism (`--enable-expert-parallel`, `--enable-eplb`)": (
+        "vLLM's CPU build does not gather the tokens of experts"
+    ),
+    "Ray (`--distributed-executor-backend ray`)": "",
+    "AWQ and bitsandbytes weights": "",
+    "Custom logits processors, thinking budgets": "",
+}
+"""Features that no test runs, each with what is known of it."""
 
 _NUMBERS = "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
 _REPLAYED = SERVED["Cache dtypes"]["Histories of states (`--use-replayssm`)"]
@@ -275,10 +306,17 @@ SET_BY_VLLM = {
 _HEAD = """# Features of vLLM
 
 This page lists the features and options of vLLM that the backend `JENGA_TRITON` serves, refuses or
-ignores. The tests named here are in `tests/vllm_plugin`.
+ignores, and those that were not tried. The tests named here are in `tests/vllm_plugin`.
 `python -m tests.vllm_plugin.features` writes this page from the tables that the plugin and its
 tests use.
 """
+
+_NOT_TRIED = """## Not tried
+
+No test runs these features with the backend, and nothing refuses them.
+
+| feature | what is known |
+|---|---|"""
 
 _REFUSED = """## Refused
 
@@ -333,7 +371,9 @@ def page() -> str:
         lines += [f"| {title} | test |", "|---|---|"]
         lines += [f"| {feature} | `{test}` |" for feature, test in features.items()]
         lines.append("")
-    lines.append(_REFUSED)
+    lines.append(_NOT_TRIED)
+    lines += [f"| {feature} | {known} |" for feature, known in NOT_TRIED.items()]
+    lines += ["", _REFUSED]
     for words in (refusal.value for refusal in Refusal):
         lines.append(f"| {words.feature} | {words.reason} | {words.instead} |")
     lines += ["", _UNUSED]

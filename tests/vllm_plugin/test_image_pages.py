@@ -90,12 +90,11 @@ def test_rows_lie_in_the_small_pages_that_the_geometry_says(config):
     assert int((arena != 0).sum()) == int((row.view(torch.int8) != 0).sum())
 
 
-def test_a_request_of_images_that_never_fit_is_told_of_by_its_pages(config):
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
+@pytest.fixture
+def manager(config):
     from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
-    manager = JengaKVCacheManager(
+    return JengaKVCacheManager(
         config,
         max_model_len=2048,
         scheduler_block_size=16,
@@ -103,19 +102,53 @@ def test_a_request_of_images_that_never_fit_is_told_of_by_its_pages(config):
         max_in_flight_tokens=2048,
     )
 
-    def asked(num_images):
-        places = [PlaceholderRange(offset=2 * index, length=1) for index in range(num_images)]
-        features = [
-            MultiModalFeatureSpec(
-                data=None, modality="image", identifier=str(place.offset), mm_position=place
-            )
-            for place in places
-        ]
-        return SimpleNamespace(num_tokens=2000, mm_features=features)
 
+def asked(num_images, name="a"):
+    """Make a waiting request of so many images, each of one token beside a token of text."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.request import RequestStatus
+
+    places = [PlaceholderRange(offset=2 * index, length=1) for index in range(num_images)]
+    features = [
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=str(place.offset), mm_position=place
+        )
+        for place in places
+    ]
+    return SimpleNamespace(
+        request_id=name, num_tokens=2000, mm_features=features, status=RequestStatus.WAITING
+    )
+
+
+def test_a_request_of_images_that_never_fit_is_told_of_by_its_pages(manager):
     assert manager.why_never(asked(100)) == ""
     assert "images 1000" in manager.why_never(asked(1000))
     assert manager.why_never(asked(0)) == ""
+
+
+def test_a_request_of_images_that_never_fit_ends_with_an_error_and_others_go_on(
+    manager, monkeypatch
+):
+    from jenga.vllm_plugin.patches import engine
+
+    logged = []
+    monkeypatch.setattr(engine.logger, "error", lambda words, *parts: logged.append(words % parts))
+    vllms_answer = [0], 7, 5, [], []
+    schedule = engine._try_schedule_encoder_inputs(lambda *_: vllms_answer)
+    scheduler = SimpleNamespace(
+        kv_cache_manager=manager,
+        encoder_cache_manager=None,
+        encoder_cache_mismatch_reqs=set(),
+        is_encoder_decoder=False,
+    )
+
+    fits, never = asked(100, "fits"), asked(1000, "never")
+    assert schedule(scheduler, fits, 0, 7, 64) == vllms_answer
+    assert schedule(scheduler, never, 0, 7, 64) == ([], 0, 64, [], [])
+    assert scheduler.encoder_cache_mismatch_reqs == {"never"}
+    (line,) = logged
+    assert line.startswith("Request never is refused: num_tokens must be such that")
+    assert "images 1000" in line
 
 
 # The engine
