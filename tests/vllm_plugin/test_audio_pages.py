@@ -39,6 +39,7 @@ def prompts_about_audio():
     return prompts
 
 
+@pytest.mark.slow
 def test_audio_is_encoded_once_and_read_from_pages_of_the_arena(audio_model, run_engine):
     prompts = prompts_about_audio() * 2
     job = {"by_references": True, "audio_seeds": AUDIO * 2, "rounds": 2}

@@ -22,8 +22,9 @@ ALLOWED = {
     f"{LAYERS}.attention.JengaTritonBackend.supported_dtypes": "vLLM's interface asks for a list",
     f"{LAYERS}.attention.JengaTritonBackend.supported_kv_cache_dtypes": "the same",
     f"{LAYERS}.latent.JengaLatentBackend.supported_kv_cache_dtypes": "the same",
+    f"{LAYERS}.prompt_scratch._allocated": "memory that each layer overwrites before it reads it",
 }
-"""Values that could be changed and are not, with the reason why they are of such a type."""
+"""Values that could be changed, with the reason why engines do not meet in them."""
 
 UNCHANGING = (
     *(str, bytes, int, float, type(None), type, enum.Enum, torch.dtype, logging.Logger),

@@ -70,11 +70,12 @@ def check_forms(texts):
     assert re.fullmatch(PATTERN, matched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "method", "head"),
     [
         pytest.param("llama_calmer", "eagle", "eagle_head", id="eagle"),
-        pytest.param("glm4_moe_mtp", "mtp", None, id="mtp", marks=pytest.mark.slow),
+        pytest.param("glm4_moe_mtp", "mtp", None, id="mtp"),
     ],
 )
 def test_answers_in_a_form_are_those_of_stock_vllm_whoever_drafts(
