@@ -21,6 +21,7 @@ from tests.kernels.attention_cases import (
     make_batch,
     read_range,
 )
+from tests.kernels.crossed import crossed
 from tests.kernels.support import DEVICE, check_close
 
 MIXED = ((40, 40), (1, 77), (0, 0), (30, 300), (2, 50), (150, 170), (1, 1))
@@ -87,11 +88,7 @@ def check_scratch(batch):
     assert (lse[used:] == 7.0).all()
 
 
-@pytest.mark.parametrize("case", STORED.values(), ids=STORED.keys())
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@crossed({"shape": SHAPES, "dtype": [torch.bfloat16, torch.float16], "case": STORED})
 def test_scratch_attention_agrees_with_the_reference(shape, dtype, case):
     stored, options = case
     if options.num_scales > 1:
@@ -100,17 +97,17 @@ def test_scratch_attention_agrees_with_the_reference(shape, dtype, case):
     check_scratch(make_batch(replace(shape, dtype=dtype, pages_dtype=stored), options))
 
 
-@pytest.mark.parametrize("case", [STORED["e4m3_per_head"], STORED["int4_slots"]], ids=str)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"window_tokens": 20, "soft_cap": 2.0, "has_sinks": True},
-        {"window_tokens": 129},
-        {"chunk_tokens": 24, "has_alibi": True},
-        {"chunk_tokens": 160, "window_tokens": 140},
-        {"is_causal": False},
-    ],
-    ids=["window", "long_window", "chunk", "chunk_and_window", "cross"],
+OPTIONS = {
+    "window": {"window_tokens": 20, "soft_cap": 2.0, "has_sinks": True},
+    "long_window": {"window_tokens": 129},
+    "chunk": {"chunk_tokens": 24, "has_alibi": True},
+    "chunk_and_window": {"chunk_tokens": 160, "window_tokens": 140},
+    "cross": {"is_causal": False},
+}
+
+
+@crossed(
+    {"changes": OPTIONS, "case": {name: STORED[name] for name in ("e4m3_per_head", "int4_slots")}}
 )
 def test_scratch_attention_has_the_options_of_paged_attention(changes, case):
     stored, options = case
