@@ -1,5 +1,7 @@
 """Checks of the wheel where it is installed; `installed_wheel` runs them, `make test` does not."""
 
+import json
+import os
 import subprocess
 import sys
 from importlib.metadata import distribution, entry_points
@@ -53,3 +55,20 @@ def test_vllm_loads_the_plugin_by_its_entry_point():
 
     assert point.load().__module__ == "jenga.vllm_plugin"
     assert done.stdout.splitlines()[-1].startswith("jenga.vllm_plugin.layers.attention.")
+
+
+def test_the_command_serves_the_model_of_the_demo():
+    left_out = ("JENGA_MEMORY_LOG", "TRITON_INTERPRET")  # which the tests set and a user does not
+    demo = ["demo", "--json", "--without-documents", "--max-tokens=6", "--prompt=Water boils at"]
+
+    done = subprocess.run(
+        [PREFIX / "bin" / "jenga", *demo],
+        env={name: value for name, value in os.environ.items() if name not in left_out},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    [completion] = json.loads(done.stdout)["completions"]
+    assert completion["text"].strip().startswith("100 degrees Celsius")

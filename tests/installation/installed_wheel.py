@@ -31,7 +31,7 @@ SELECTION = (
     "tests/vllm_plugin/test_cache_manager.py",
     "-k=not compiles_to",
 )
-"""Something of every part that is installed: 40 s of a processor's time."""
+"""Something of every part that is installed: two minutes of a processor's time."""
 
 
 def make_environment(folder, wheel):
