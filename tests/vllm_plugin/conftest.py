@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.conftest import EMULATED_GPU, HAS_GPU
 
 HERE = Path(__file__).parent
@@ -152,12 +153,8 @@ def tiny_vision_model(tmp_path_factory):
     def get(name):
         path = directory / name
         if not path.exists():
-            made = subprocess.run(
-                [sys.executable, HERE / "tiny_vision_models.py", name, path],
-                env=engine_environment(reads_images=True),
-                capture_output=True,
-                text=True,
-                check=False,
+            made = warm.run(
+                [HERE / "tiny_vision_models.py", name, path], engine_environment(reads_images=True)
             )
             assert made.returncode == 0, made.stderr[-4000:]
         return path
@@ -179,11 +176,10 @@ def program(command, environment, **output):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_with_children(command, environment):
-    """Run a program to its end; whether it went well, and its output. Its children end with it."""
-    with program(command, environment, stdout=subprocess.PIPE, text=True) as process:
-        log, _ = process.communicate()
-    return process.returncode == 0, log
+def run_with_children(arguments, environment):
+    """Run a Python program; whether it went well, and its output. Its children end with it."""
+    ended = warm.run(arguments, environment, merges=True)
+    return ended.returncode == 0, ended.stdout
 
 
 def stock_backend(model):
@@ -219,8 +215,7 @@ def run_engine(tmp_path_factory):
             folder = tmp_path_factory.mktemp("job")
             (folder / "job.json").write_text(json.dumps(job))
             is_done, log = run_with_children(
-                [sys.executable, HERE / script, folder / "job.json", folder / "result.json"],
-                variables,
+                [HERE / script, folder / "job.json", folder / "result.json"], variables
             )
             if is_done:
                 results[key] = json.loads((folder / "result.json").read_text()) | {"log": log}

@@ -4,7 +4,6 @@ All of vLLM's engine runs but its workers, so what differs is the plugin's doing
 """
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -169,7 +168,7 @@ def told(tiny_model, tmp_path_factory):
     jobs = jobs_of(tiny_model("llama"), folder / "mamba2")
     (folder / "jobs.json").write_text(json.dumps(jobs))
     is_done, log = run_with_children(
-        [sys.executable, HERE / "dry_process.py", folder / "jobs.json", folder / "results.json"],
+        [HERE / "dry_process.py", folder / "jobs.json", folder / "results.json"],
         engine_environment(),
     )
     assert is_done, log[-4000:]
