@@ -54,7 +54,8 @@ class _Server:
         """Run one program and get its exit code. What it started and left is killed."""
         request = {"arguments": arguments, "variables": variables, "folder": folder}
         descriptors = [each.fileno() for each in outputs]
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        with suppress(ConnectionError):  # the process has ended, which the answer tells
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         process_id = self._answer()
         try:
             return self._answer()
@@ -64,7 +65,9 @@ class _Server:
                 os.killpg(process_id, signal.SIGKILL)
 
     def _answer(self) -> int:
-        answer = self._socket.recv(64)
+        answer = b""
+        with suppress(ConnectionError):
+            answer = self._socket.recv(64)
         if not answer:
             message = f"{SERVER.name} ended with {self._process.wait()}; its output says why"
             raise RuntimeError(message)
