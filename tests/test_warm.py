@@ -1,7 +1,6 @@
 """Programs that begin with libraries imported are otherwise as a process started for them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.conftest import ENVIRONMENT
 
 TOLD = """
 import json, os, sys
@@ -31,7 +31,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def environment():
-    return os.environ | {"TOLD": "early"}
+    return ENVIRONMENT | {"TOLD": "early"}
 
 
 def told_by(arguments, environment, folder, **options):
@@ -149,7 +149,7 @@ def test_a_process_that_cannot_import_says_so_and_the_next_program_runs(environm
     assert warm.run(["-c", "print(1)"], environment, folder=tmp_path).stdout == "1\n"
 
 
-def test_the_process_ends_with_the_tests(tmp_path):
+def test_the_process_ends_with_the_tests():
     code = (
         "import os\n"
         "from tests import warm\n"

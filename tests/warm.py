@@ -23,8 +23,11 @@ SERVER = Path(__file__).with_name("warm_process.py")
 READ_LATE = ("VLLM_", "JENGA_", "PYTEST_")
 """Beginnings of variables that nothing reads before vLLM or the plugin is imported."""
 
-READ_EARLY = ("VLLM_USE_V2_MODEL_RUNNER",)
-"""Exceptions: `interpreted_triton/sitecustomize.py` reads them as the interpreter begins."""
+READ_EARLY = (("VLLM_USE_V2_MODEL_RUNNER", "1"),)
+"""Exceptions: `interpreted_triton/sitecustomize.py` looks for them as the interpreter begins."""
+
+MAX_SERVERS = 4
+"""Most processes with libraries that are kept, of half a gigabyte each."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,18 @@ def run(arguments, environment, *, folder=None, merges=False) -> Ended:
     late = {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_LATE) and name not in READ_EARLY
+        if name.startswith(READ_LATE) and (name, value) not in READ_EARLY
     }
     early = {name: value for name, value in environment.items() if name not in late}
     key = tuple(sorted(early.items()))
-    if key not in _SERVERS:
-        _SERVERS[key] = _Server(early)
+    server = _SERVERS.pop(key, None) or _Server(early)
+    _SERVERS[key] = server  # the last is the one that was used last
+    if len(_SERVERS) > MAX_SERVERS:
+        _SERVERS.pop(next(iter(_SERVERS))).close()
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         outputs = (stdout, stdout if merges else stderr)
         try:
-            returncode = _SERVERS[key].run(
+            returncode = server.run(
                 list(map(str, arguments)), late, os.fspath(folder or Path.cwd()), outputs
             )
         except BaseException:

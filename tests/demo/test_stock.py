@@ -1,10 +1,10 @@
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from tests.conftest import ENVIRONMENT
 from tests.demo.stock_process import REQUEST_TOKENS
 from tests.demo.timelines import TOKEN_BYTES
 
@@ -32,7 +32,7 @@ def replays(tmp_path_factory):
     (directory / "config.json").write_text(json.dumps(config))
     process = warm.run(
         ["-m", "tests.demo.stock_process", directory],
-        os.environ | {"HF_HUB_OFFLINE": "1"},
+        ENVIRONMENT | {"HF_HUB_OFFLINE": "1"},
         folder=ROOT,
     )
     assert process.returncode == 0, process.stderr[-4000:]

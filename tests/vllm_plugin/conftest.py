@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.conftest import EMULATED_GPU, HAS_GPU
+from tests.conftest import EMULATED_GPU, ENVIRONMENT, HAS_GPU
 
 HERE = Path(__file__).parent
 LOGPROB_TOLERANCE = 2e-3
@@ -91,14 +91,14 @@ def engine_environment(*, reads_images=False, by_references=False, **changes):
             steps in Triton kernels of its own, so there the interpreter stays.
         changes: Further variables.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
+    kept = {k: v for k, v in ENVIRONMENT.items() if not k.startswith(("VLLM_", "JENGA_"))}
     environment = kept | {
-        k: v for k, v in os.environ.items() if k in (V2_RUNNER, FLASHINFER_SAMPLER)
+        k: v for k, v in ENVIRONMENT.items() if k in (V2_RUNNER, FLASHINFER_SAMPLER)
     }
     # vLLM itself may be on the path alone, where it cannot be installed.
     path = [str(HERE / "interpreted_triton"), str(HERE.parents[1])]
     folder = torchvision_folder() if reads_images else None
-    path += filter(None, [os.environ.get("PYTHONPATH"), folder and str(folder)])
+    path += filter(None, [ENVIRONMENT.get("PYTHONPATH"), folder and str(folder)])
     environment.pop("TRITON_INTERPRET", None)
     needs_triton = (environment | changes).get(V2_RUNNER) == "1" or not by_references
     if needs_triton and not (HAS_GPU or EMULATED_GPU):
