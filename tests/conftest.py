@@ -45,6 +45,9 @@ elif not HAS_GPU:
     sys.path.insert(0, folder)
     import_module("interpreter_hook")
 
+ENVIRONMENT = dict(os.environ)
+"""Variables as the tests begin. vLLM sets further ones when a test imports it."""
+
 
 def pytest_report_header():
     """Say what the results of this run may depend on."""

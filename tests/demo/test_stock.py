@@ -1,11 +1,10 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
+from tests.conftest import ENVIRONMENT
 from tests.demo.stock_process import REQUEST_TOKENS
 from tests.demo.timelines import TOKEN_BYTES
 
@@ -31,13 +30,10 @@ def replays(tmp_path_factory):
         "max_position_embeddings": 512,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.demo.stock_process", directory],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    process = warm.run(
+        ["-m", "tests.demo.stock_process", directory],
+        ENVIRONMENT | {"HF_HUB_OFFLINE": "1"},
+        folder=ROOT,
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(process.stdout)

@@ -238,11 +238,8 @@ def test_changes_may_be_more_precise_than_states():
     check_call(tensors, counts, kept)
 
 
-@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
-@pytest.mark.parametrize(
-    ("history_tokens", "max_query_tokens"),
-    [(16, 1), pytest.param(2, 1, marks=pytest.mark.slow), (16, 4), (8, 4)],
-    ids=str,
+@crossed(
+    {"history_tokens, max_query_tokens": [(16, 1), (8, 4), (2, 1), (16, 4)], "channels": GATES}
 )
 def test_steps_of_any_lengths_with_rejected_tokens_end_as_the_accepted_ones_alone(
     history_tokens, max_query_tokens, channels

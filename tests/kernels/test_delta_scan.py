@@ -69,15 +69,17 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 @pytest.mark.parametrize(
     ("case", "channels", "dtype", "state_dtype"),
     [
-        ("qwen3_next", False, F32, F32),
-        ("qwen3_next", False, BF16, F32),
+        pytest.param("qwen3_next", False, F32, F32, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", False, BF16, F32, marks=pytest.mark.slow),
         ("qwen3_next", True, BF16, F32),
-        ("odd_sizes_and_three_values_a_query", False, F32, BF16),
+        pytest.param(
+            "odd_sizes_and_three_values_a_query", False, F32, BF16, marks=pytest.mark.slow
+        ),
         ("odd_sizes_and_three_values_a_query", False, F16, F16),
         ("odd_sizes_and_three_values_a_query", True, F32, F32),
         ("values_of_several_programs", False, BF16, BF16),
-        ("values_of_several_programs", True, F32, F32),
-        ("short_keys_of_many_requests", False, F16, F32),
+        pytest.param("values_of_several_programs", True, F32, F32, marks=pytest.mark.slow),
+        pytest.param("short_keys_of_many_requests", False, F16, F32, marks=pytest.mark.slow),
         ("short_keys_of_many_requests", True, BF16, F16),
     ],
 )

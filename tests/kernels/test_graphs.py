@@ -22,6 +22,7 @@ from jenga_kernels.state_update import state_update
 from tests.kernels import latent_cases
 from tests.kernels.attention_cases import Options, Shape, make_batch
 from tests.kernels.conv_cases import conv_tensors
+from tests.kernels.crossed import crossed
 from tests.kernels.delta_cases import delta_tensors
 from tests.kernels.state_cases import i32, recurrence_tensors, shuffled_slots
 from tests.kernels.support import DEVICE, generator, randn
@@ -69,9 +70,11 @@ SHORT = ((1, 20), (40, 40), (3, 7), (70, 130), (1, 1))
 """Requests with as many queries, that have other keys stored."""
 
 
-@pytest.mark.parametrize("is_warp_specialized", [False, True])
-@pytest.mark.parametrize(
-    "options", [Options(), Options(window_tokens=30, has_sinks=True)], ids=["full", "window"]
+@crossed(
+    {
+        "options": {"full": Options(), "window": Options(window_tokens=30, has_sinks=True)},
+        "is_warp_specialized": [False, True],
+    }
 )
 def test_graphs_of_attention_serve_other_lengths_and_pages(options, is_warp_specialized):
     """But on Hopper nothing is specialised."""

@@ -279,7 +279,11 @@ def test_paged_attention_may_be_spread_over_any_number_of_programs(num_programs)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tiles"), [(64, SMALL_TILES), (512, HALVED_TILES)], ids=["narrow", "wide"]
+    ("head_dim", "tiles"),
+    [
+        pytest.param(64, SMALL_TILES, id="narrow"),
+        pytest.param(512, HALVED_TILES, id="wide", marks=pytest.mark.slow),
+    ],
 )
 def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch(head_dim, tiles):
     shape = Shape(requests=((1, 300), (40, 50), (1, 700), (2, 33), (1, 9)), head_dim=head_dim)

@@ -105,7 +105,7 @@ def check_random(data):
     )
 
 
-@settings(max_examples=12, **SETTINGS)
+@settings(max_examples=6, **SETTINGS)
 @given(st.data())
 def test_paged_attention_agrees_with_its_reference_on_random_batches(data):
     check_random(data)

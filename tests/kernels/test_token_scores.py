@@ -108,7 +108,7 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
 def test_token_scores_refuse_and_write_nothing(name, change):
-    arguments = scored(SHAPES["whole_prompts"])
+    arguments = scored(Shape(requests=[(9, 9), (8, 8)]))
     arguments |= change(arguments)
     before = arguments["out"].clone()
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ from jenga.models.config import Config
 from jenga.models.exchange import layer_type_from, options_fields
 from jenga.models.reader import read_config
 from jenga.spec import FullAttention, ImageEmbedding, State
+from tests import warm
 from tests.models.engine_configs import IN_SECTIONS, NO_CLASS, NOT_BUILT, PUBLISHED, all_configs
 from tests.vllm_plugin.conftest import engine_environment
 
@@ -83,17 +82,9 @@ def declared(request, tmp_path_factory):
         (one / "config.json").write_text(json.dumps(CONFIGS[name]))
         (one / "read_options.json").write_text(json.dumps(options_fields(WAYS[way])))
         folders.append(one)
-    declaring = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "jenga.vllm_plugin.without_engine.declared_layers",
-            *map(str, folders),
-        ],
-        env=engine_environment(reads_images=True, VLLM_USE_V2_MODEL_RUNNER="1"),
-        capture_output=True,
-        text=True,
-        check=False,
+    declaring = warm.run(
+        ["-m", "jenga.vllm_plugin.without_engine.declared_layers", *folders],
+        engine_environment(reads_images=True, VLLM_USE_V2_MODEL_RUNNER="1"),
     )
     assert declaring.returncode == 0, declaring.stderr[-4000:]
     return lambda way, name: json.loads((folder / way / name / "declared_layers.json").read_text())

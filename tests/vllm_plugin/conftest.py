@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import EMULATED_GPU, HAS_GPU
+from tests import warm
+from tests.conftest import EMULATED_GPU, ENVIRONMENT, HAS_GPU
 
 HERE = Path(__file__).parent
 LOGPROB_TOLERANCE = 2e-3
@@ -90,14 +91,14 @@ def engine_environment(*, reads_images=False, by_references=False, **changes):
             steps in Triton kernels of its own, so there the interpreter stays.
         changes: Further variables.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
+    kept = {k: v for k, v in ENVIRONMENT.items() if not k.startswith(("VLLM_", "JENGA_"))}
     environment = kept | {
-        k: v for k, v in os.environ.items() if k in (V2_RUNNER, FLASHINFER_SAMPLER)
+        k: v for k, v in ENVIRONMENT.items() if k in (V2_RUNNER, FLASHINFER_SAMPLER)
     }
     # vLLM itself may be on the path alone, where it cannot be installed.
     path = [str(HERE / "interpreted_triton"), str(HERE.parents[1])]
     folder = torchvision_folder() if reads_images else None
-    path += filter(None, [os.environ.get("PYTHONPATH"), folder and str(folder)])
+    path += filter(None, [ENVIRONMENT.get("PYTHONPATH"), folder and str(folder)])
     environment.pop("TRITON_INTERPRET", None)
     needs_triton = (environment | changes).get(V2_RUNNER) == "1" or not by_references
     if needs_triton and not (HAS_GPU or EMULATED_GPU):
@@ -152,12 +153,8 @@ def tiny_vision_model(tmp_path_factory):
     def get(name):
         path = directory / name
         if not path.exists():
-            made = subprocess.run(
-                [sys.executable, HERE / "tiny_vision_models.py", name, path],
-                env=engine_environment(reads_images=True),
-                capture_output=True,
-                text=True,
-                check=False,
+            made = warm.run(
+                [HERE / "tiny_vision_models.py", name, path], engine_environment(reads_images=True)
             )
             assert made.returncode == 0, made.stderr[-4000:]
         return path
@@ -179,11 +176,10 @@ def program(command, environment, **output):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_with_children(command, environment):
-    """Run a program to its end; whether it went well, and its output. Its children end with it."""
-    with program(command, environment, stdout=subprocess.PIPE, text=True) as process:
-        log, _ = process.communicate()
-    return process.returncode == 0, log
+def run_with_children(arguments, environment):
+    """Run a Python program; whether it went well, and its output. Its children end with it."""
+    ended = warm.run(arguments, environment, merges=True)
+    return ended.returncode == 0, ended.stdout
 
 
 def stock_backend(model):
@@ -219,8 +215,7 @@ def run_engine(tmp_path_factory):
             folder = tmp_path_factory.mktemp("job")
             (folder / "job.json").write_text(json.dumps(job))
             is_done, log = run_with_children(
-                [sys.executable, HERE / script, folder / "job.json", folder / "result.json"],
-                variables,
+                [HERE / script, folder / "job.json", folder / "result.json"], variables
             )
             if is_done:
                 results[key] = json.loads((folder / "result.json").read_text()) | {"log": log}

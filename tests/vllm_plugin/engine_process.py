@@ -215,9 +215,9 @@ def arena_of(llm):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def fill_arenas(llm, *, is_pipeline):
+def fill_arenas(llm, options):
     """Fill what all layers view with NaN, on every rank; get the bytes of each."""
-    if is_pipeline:
+    if "worker_extension_cls" in options:
         return llm.collective_rpc("fill_arena", args=(NAN_BYTE,))
     arena = arena_of(llm)
     arena.fill_(NAN_BYTE)
@@ -387,7 +387,7 @@ def main():
     is_pipeline = job["options"].get("pipeline_parallel_size", 1) > 1
     if is_pipeline:
         llm.collective_rpc("make_intermediate_tensors")
-    arena_bytes = fill_arenas(llm, is_pipeline=is_pipeline) if job.get("fill_arena") else None
+    arena_bytes = fill_arenas(llm, job["options"]) if job.get("fill_arena") else None
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job["max_tokens"],

@@ -4,7 +4,6 @@ All of vLLM's engine runs but its workers, so what differs is the plugin's doing
 """
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -92,6 +91,20 @@ OPTIONS = {
 }
 """Options of an engine, by the field of vLLM's configurations they are for."""
 
+WIDELY_USED = {
+    "defaults",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "enable_chunked_prefill",
+    "policy",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "max_model_len",
+}
+"""Options whose tests are fast ones."""
+
 SMALL = {"max_model_len": -1, "kv_cache_memory_bytes": 16 << 15}
 
 GROWING = [[request(63, 1, max_tokens=20), request(62, 2, max_tokens=20), request(110, 3)]]
@@ -103,18 +116,18 @@ LAYERS = ("full", "windows", "states")
 BACKENDS = {"ours": {"attention_backend": "JENGA_TRITON"}, "stock": {}}
 
 
-def jobs_of(model, recurrent_model):
-    """Make the jobs of all tests: each for both backends."""
+def jobs_of(model, recurrent_model, option_names):
+    """Make the jobs of all tests, of those of options by name: each for both backends."""
     events = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
     jobs = {}
     for backend, selected in BACKENDS.items():
         common = {"model": str(model), **selected}
-        for name, options in OPTIONS.items():
+        for name in option_names:
             has_windows = name == "prefix_match_unit"  # it is for several page tables
             rounds = UNEVEN if has_windows else PRIORITIES if name == "policy" else MIXED
             layers = "windows" if has_windows else "full"
             jobs[f"{name} {backend}"] = {
-                "options": common | options,
+                "options": common | OPTIONS[name],
                 "rounds": rounds,
                 "layers": layers,
                 # Ours lets few requests in where others wait for what is cached; stock does not.
@@ -159,17 +172,20 @@ def jobs_of(model, recurrent_model):
 
 
 @pytest.fixture(scope="module")
-def told(tiny_model, tmp_path_factory):
+def told(request, tiny_model, tmp_path_factory):
     """Get what the engine of each job told, by name and backend."""
     folder = tmp_path_factory.mktemp("dry")
     recurrent = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "head_dim": 32}
     transformers.Mamba2Config(
         **recurrent, num_hidden_layers=2, architectures=["Mamba2ForCausalLM"]
     ).save_pretrained(folder / "mamba2")
-    jobs = jobs_of(tiny_model("llama"), folder / "mamba2")
+    tests = [each for each in request.session.items if each.path == request.path]
+    asked = {each.callspec.params.get("name") for each in tests if hasattr(each, "callspec")}
+    names = [name for name in OPTIONS if name in asked | {"defaults"}]
+    jobs = jobs_of(tiny_model("llama"), folder / "mamba2", names)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     is_done, log = run_with_children(
-        [sys.executable, HERE / "dry_process.py", folder / "jobs.json", folder / "results.json"],
+        [HERE / "dry_process.py", folder / "jobs.json", folder / "results.json"],
         engine_environment(),
     )
     assert is_done, log[-4000:]
@@ -187,7 +203,10 @@ def told(tiny_model, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in WIDELY_USED else pytest.mark.slow) for name in OPTIONS],
+)
 def test_an_option_has_the_effect_that_it_has_in_stock_vllm(name, told):
     ours, stock = told(name)
 

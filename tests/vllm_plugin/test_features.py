@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import json
-import sys
 from math import prod
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def test_options_without_effect_are_warned_of_by_name_where_they_are_in_use(tiny
         plain | {"num_gpu_blocks_override": 100},
     ]
     is_done, output = run_with_children(
-        [sys.executable, "-c", CONFIGURE, json.dumps(configured)], engine_environment()
+        ["-c", CONFIGURE, json.dumps(configured)], engine_environment()
     )
 
     assert is_done, output[-4000:]

@@ -1,8 +1,6 @@
 """Llama 3.2 Vision in the real engine: text attends to images in pages of their own."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -10,6 +8,7 @@ from jenga.models.config import Config
 from jenga.models.exchange import layer_type_from, options_fields
 from jenga.models.options import ReadOptions
 from jenga.models.reader import read_config
+from tests import warm
 from tests.vllm_plugin.conftest import (
     NUM_WORKERS,
     V2_RUNNER,
@@ -196,12 +195,9 @@ def test_plan_and_engine_count_the_same_layers(tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "read_options.json").write_text(json.dumps(options_fields(options)))
 
-    asked = subprocess.run(
-        [sys.executable, "-m", "jenga.vllm_plugin.without_engine.declared_layers", tmp_path],
-        env=engine_environment(reads_images=True, **{V2_RUNNER: "0"}),
-        capture_output=True,
-        text=True,
-        check=False,
+    asked = warm.run(
+        ["-m", "jenga.vllm_plugin.without_engine.declared_layers", tmp_path],
+        engine_environment(reads_images=True, **{V2_RUNNER: "0"}),
     )
 
     assert asked.returncode == 0, asked.stderr[-4000:]

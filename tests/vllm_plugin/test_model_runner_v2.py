@@ -55,11 +55,11 @@ def run_ours(run_engine):
 def test_replayed_steps_of_windows_read_what_later_steps_wrote(tiny_model, run_engine, run_ours):
     model, prompts = tiny_model("gpt_oss"), prompts_of_lengths((90, 27), seed=5)
 
-    stock = run_engine(model, prompts, max_tokens=16)
-    ours = run_ours(model, prompts, max_tokens=16, options=graphs_of(1, 2, 4))
+    stock = run_engine(model, prompts, max_tokens=10)
+    ours = run_ours(model, prompts, max_tokens=10, options=graphs_of(1, 4))
 
     assert_same_generation(ours, stock)
-    assert sum(ours["replays"].values()) >= 12
+    assert sum(ours["replays"].values()) >= 8
     assert max(ours["warm_up"]) == 64  # a prompt as long as a step may be, before any came
 
 

@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import torch
 import jenga.vllm_plugin
 from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS, series_of
 from jenga.vllm_plugin.settings.refusals import Refusal
+from tests import warm
 from tests.vllm_plugin.conftest import V2_RUNNER, engine_environment
 
 HERE = Path(__file__).parent
@@ -283,17 +282,9 @@ def messages(model_path, tmp_path_factory):
     }
     cases = {name: CONFIGURED[name] | {"options": options} for name, options in cases.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [
-            sys.executable,
-            HERE / "refusals_process.py",
-            folder / "cases.json",
-            folder / "messages.json",
-        ],
-        env=engine_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = warm.run(
+        [HERE / "refusals_process.py", folder / "cases.json", folder / "messages.json"],
+        engine_environment(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "messages.json").read_text())

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +57,7 @@ def run_dry(tiny_model, tmp_path_factory):
         }
         (folder / "jobs.json").write_text(json.dumps(jobs))
         is_done, log = run_with_children(
-            [sys.executable, HERE / "dry_process.py", folder / "jobs.json", folder / "told.json"],
+            [HERE / "dry_process.py", folder / "jobs.json", folder / "told.json"],
             engine_environment(VLLM_LOGGING_LEVEL="INFO"),
         )
         assert is_done, log[-4000:]

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -17,6 +15,7 @@ from jenga.vllm_plugin.settings.environment import (
     selects_backend,
 )
 from jenga.vllm_plugin.settings.refusals import Refusal
+from tests import warm
 from tests.vllm_plugin.conftest import engine_environment
 
 ROOT = Path(__file__).parents[2]
@@ -116,14 +115,8 @@ def test_histories_have_the_tokens_that_are_asked_for_or_none():
 
 
 def run_python(code, **environment):
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=engine_environment(**environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return process.returncode, process.stdout + process.stderr
+    ended = warm.run(["-c", textwrap.dedent(code)], engine_environment(**environment))
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 CONFIGURE = """

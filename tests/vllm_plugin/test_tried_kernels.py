@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -272,10 +273,10 @@ def test_a_home_that_is_not_known_costs_a_trial_each_time(trials, monkeypatch, w
 
 
 def test_a_disk_that_fills_up_meanwhile_costs_no_second_trial(trials, monkeypatch, warnings):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "getpid", full)
+    monkeypatch.setattr(Path, "write_text", full)
 
     assert another_engine("state_scan") is None
 
