@@ -133,6 +133,9 @@ SERVED = {
             "test_speculation_hybrid.py"
             "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
         ),
+        "Drafts with tensor parallelism (n-grams, draft models)": (
+            "test_parallel_layers.py::test_drafts_on_two_tensor_parallel_ranks_change_no_token"
+        ),
         "Structured outputs (JSON schema, choice, regex) with drafts of EAGLE and MTP": (
             "test_structured_drafts.py"
             "::test_answers_in_a_form_are_those_of_stock_vllm_whoever_drafts"
@@ -150,8 +153,16 @@ SERVED = {
             "test_gated_delta_engine.py"
             "::test_two_tensor_parallel_workers_generate_what_transformers_generates"
         ),
+        "Tensor parallelism of sliding windows and attention sinks": (
+            "test_parallel_layers.py"
+            "::test_windows_on_two_tensor_parallel_ranks_generate_and_find_what_one_does"
+        ),
         "Pipeline parallelism (sliding windows, Mamba-1 hybrids, short convolutions)": (
             "test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
+        ),
+        "Pipeline parallelism of Mamba-2 hybrids and gated delta nets": (
+            "test_parallel_layers.py"
+            "::test_states_on_two_ranks_of_a_pipeline_generate_and_find_what_one_does"
         ),
         "Data parallelism": (
             "test_data_parallel.py::test_a_rank_that_waits_for_another_finds_what_it_cached"
@@ -184,11 +195,9 @@ SERVED = {
 NOT_TRIED = {
     "Structured outputs with EAGLE-3, draft models or model runner V2": "",
     "Other audio in the place of tokens (Ultravox, Voxtral, Qwen2.5-Omni)": "",
-    "Tensor parallelism of sliding windows": "pipelines of them are served",
-    "Pipeline parallelism of gated delta nets and of Mamba-2": "tensor parallelism is served",
     "Pipeline parallelism of Granite 4.0": "vLLM 0.32 fails to make its layers on two ranks",
     "Pipeline parallelism with images or audio": "",
-    "Speculative decoding with tensor parallelism": "",
+    "EAGLE and MTP with tensor parallelism": "n-grams and draft models are tested",
     "Expert parallelism (`--enable-expert-parallel`, `--enable-eplb`)": (
         "vLLM's CPU build does not gather the tokens of experts"
     ),
