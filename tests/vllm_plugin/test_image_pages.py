@@ -369,8 +369,10 @@ def prompts_beside_images(name):
     return [[*prompt[:-1], TOKEN_IDS["\n"]] for prompt in prompts], [[0], [1], [], [0], [2]]
 
 
-def run_beside_transformers(run_engine, name, model, *, copies=1, options=None, **job):
+def run_beside_transformers(run_engine, name, model, *, texts=(), copies=1, options=None, **job):
     """Run transformers on some prompts, and our engine twice on so many copies of the same ones.
+
+    Prompts of text alone, `texts`, come before those about images.
 
     Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does.
 
@@ -378,6 +380,7 @@ def run_beside_transformers(run_engine, name, model, *, copies=1, options=None, 
         The engine's result, and how many images are different ones.
     """
     prompts, images = prompts_beside_images(name)
+    prompts, images = [*texts, *prompts], [[] for _ in texts] + images
     limits = {"image": max(map(len, images)), "video": 0, "audio": 0}
     options = {"limit_mm_per_prompt": limits, "max_num_batched_tokens": 48} | (options or {})
     job |= {"reads_images": True}
@@ -426,3 +429,22 @@ def test_images_that_one_step_reads_whole_give_way_in_a_small_arena(
 
     assert ours["preemptions"] > 0
     assert evicted(ours)["images"] > 0
+
+
+@pytest.mark.slow
+def test_gemma_3_evicts_and_preempts_all_the_time_in_the_least_arena(tiny_vision_model, run_engine):
+    """Answers to short texts grow until the requests about images behind them are preempted."""
+    name = "gemma3_vision"
+
+    ours, num_images = run_beside_transformers(
+        run_engine,
+        name,
+        tiny_vision_model(name),
+        texts=prompts_of_lengths((14, 15, 16), seed=8),
+        options=SMALL_BESIDE_WINDOWS,
+        max_tokens=48,
+    )
+
+    assert ours["preemptions"] > 1
+    assert min(evicted(ours).values()) > 0
+    assert sum(ours["encoded"]) > num_images  # some were evicted and asked for again
