@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jenga.models import read_model
 from jenga.spec import FullAttention, ImageEmbedding
 from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_images import OPTIONS, prompts_about_images
 from tests.vllm_plugin.test_layout import MIB, engine_config
-from tests.vllm_plugin.tiny_vision_models import TOKEN_IDS
+from tests.vllm_plugin.tiny_vision_models import PLACEHOLDERS, TOKEN_IDS
 
 pytestmark = pytest.mark.vllm
 
@@ -156,6 +157,8 @@ def test_a_request_of_images_that_never_fit_ends_with_an_error_and_others_go_on(
 IMAGES = [[0], [1, 2], [], [0], [3]]
 TILED_IMAGES = [[[0, 40, 40]], [[1, 24, 24], [2, 48, 24]], [], [[0, 40, 40]], [[3, 24, 72]]]
 """Of 4, 1, 2, 4 and 3 tiles of InternVL2, and a thumbnail where there are several."""
+CROPPED_IMAGES = [[[0, 336, 336]], [[1, 672, 336], [2, 336, 672]], [], [[0, 336, 336]], [[3, 9, 9]]]
+"""Of 1, 2, 2, 1 and 1 crops of Phi-3 Vision: 313, 457, 469, 313 and 313 tokens."""
 NUM_IMAGES = 4  # two prompts show the same one
 STOCK = {key: value for key, value in OPTIONS.items() if key != "attention_backend"}
 SMALL = {"kv_cache_memory_bytes": 24 * 49152}
@@ -167,7 +170,7 @@ SMALL_BESIDE_WINDOWS = {"kv_cache_memory_bytes": 18 * 65536}
 def run_both(run_engine, model, prompts, images, *, options=None, environment=None, **job):
     """Run the stock engine and ours on the same prompts, twice each.
 
-    InternVL2 brings the class of its configuration, which vLLM is told to trust.
+    InternVL2 and Phi-3 Vision bring classes of their own, which vLLM is told to trust.
     """
     options = {"max_num_batched_tokens": 48, "trust_remote_code": True} | (options or {})
     job |= {"reads_images": True, "by_references": True, "image_seeds": images * 2, "rounds": 2}
@@ -193,7 +196,24 @@ def tables_of(result):
 
 
 def images_of(name):
-    return TILED_IMAGES if name == "internvl_chat" else IMAGES
+    return {"internvl_chat": TILED_IMAGES, "phi3_v": CROPPED_IMAGES}.get(name, IMAGES)
+
+
+def options_of(name):
+    """Get options for a model whose images take more tokens than a prompt of the others."""
+    return {"max_model_len": 1040, "max_num_batched_tokens": 160} if name == "phi3_v" else {}
+
+
+def prompts_of(name):
+    """Make prompts about images. Those of Phi-3 Vision name the first image and the second."""
+    prompts = prompts_about_images(name)
+    if name == "phi3_v":
+        first = TOKEN_IDS[PLACEHOLDERS[name]]
+        for prompt in prompts:
+            places = [place for place, token in enumerate(prompt) if token == first]
+            for number, place in enumerate(places):
+                prompt[place] = first + number
+    return prompts
 
 
 @pytest.mark.parametrize(
@@ -201,18 +221,31 @@ def images_of(name):
     [
         "llava_onevision",
         pytest.param("internvl_chat", marks=pytest.mark.slow),
+        pytest.param("phi3_v", marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
     ],
 )
 def test_images_are_encoded_once_and_read_from_pages_of_the_arena(
     tiny_vision_model, run_engine, name
 ):
-    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+    model, prompts = tiny_vision_model(name), prompts_of(name)
 
-    ours, _ = run_both(run_engine, model, prompts, images_of(name))
+    ours, _ = run_both(run_engine, model, prompts, images_of(name), options=options_of(name))
 
     assert tables_of(ours)[-1] == "images"
     assert sum(ours["encoded"]) == NUM_IMAGES
+
+
+def test_a_plan_counts_the_layers_and_embeddings_of_a_phi_3_vision(tiny_vision_model):
+    folder = tiny_vision_model("phi3_v")
+
+    full, images = read_model(folder).layer_types
+
+    # Its windows are as long as its context. Keys and values of 128 elements in 16 bits, and rows.
+    assert isinstance(full, FullAttention)
+    assert [layer.slot_bytes for layer in full.layers] == [2 * 128 * 2] * 3
+    assert [layer.slot_bytes for layer in images.layers] == [128 * 2]
+    assert images.typical_tokens == 1921
 
 
 def evicted(result):
@@ -250,6 +283,28 @@ def test_the_same_image_twice_in_a_prompt_is_encoded_once(tiny_vision_model, run
 
 
 @pytest.mark.slow
+def test_requests_with_two_images_of_phi_3_vision_fill_a_small_arena(tiny_vision_model, run_engine):
+    """Beside 984 tokens of text and images, short answers grow until the arena is full."""
+    name = "phi3_v"
+    model, prompts = tiny_vision_model(name), prompts_of(name)
+    alone, about_two, text, again, other = prompts
+    texts = [text, *prompts_of_lengths((35, 35), seed=7)]
+    options = options_of(name) | {"kv_cache_memory_bytes": 80 * 49152}
+
+    ours, _ = run_both(
+        run_engine,
+        model,
+        [about_two, *texts, alone, again, other],
+        [CROPPED_IMAGES[index] for index in (1, 2, 2, 2, 0, 3, 4)],
+        options=options,
+        max_tokens=48,
+    )
+
+    assert ours["preemptions"] > 0
+    assert evicted(ours)["images"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat"])
 def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine, name):
     model, prompts = tiny_vision_model(name), prompts_about_images(name)[:2]
@@ -260,6 +315,29 @@ def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine, n
 
     assert tables_of(ours)[-1] == "images"
     assert sum(ours["encoded"]) == 3
+
+
+@pytest.mark.slow
+def test_the_second_runner_reads_an_image_of_phi_3_vision(tiny_vision_model, run_engine):
+    """An image of one crop, because kernels of the second runner are interpreted on a CPU."""
+    name = "phi3_v"
+
+    ours, _ = run_both(
+        run_engine,
+        tiny_vision_model(name),
+        prompts_of(name)[:1],
+        [[0]],
+        options={
+            "max_model_len": 352,
+            "max_num_batched_tokens": 160,
+            "mm_processor_kwargs": {"num_crops": 1},
+        },
+        environment={V2_RUNNER: "1"},
+        max_tokens=4,
+    )
+
+    assert tables_of(ours)[-1] == "images"
+    assert ours["encoded"] == [1]
 
 
 @pytest.mark.slow
@@ -291,8 +369,10 @@ def prompts_beside_images(name):
     return [[*prompt[:-1], TOKEN_IDS["\n"]] for prompt in prompts], [[0], [1], [], [0], [2]]
 
 
-def run_beside_transformers(run_engine, name, model, *, copies=1, options=None, **job):
+def run_beside_transformers(run_engine, name, model, *, texts=(), copies=1, options=None, **job):
     """Run transformers on some prompts, and our engine twice on so many copies of the same ones.
+
+    Prompts of text alone, `texts`, come before those about images.
 
     Stock vLLM does not let tokens of an image read later ones on a CPU: transformers does.
 
@@ -300,6 +380,7 @@ def run_beside_transformers(run_engine, name, model, *, copies=1, options=None, 
         The engine's result, and how many images are different ones.
     """
     prompts, images = prompts_beside_images(name)
+    prompts, images = [*texts, *prompts], [[] for _ in texts] + images
     limits = {"image": max(map(len, images)), "video": 0, "audio": 0}
     options = {"limit_mm_per_prompt": limits, "max_num_batched_tokens": 48} | (options or {})
     job |= {"reads_images": True}
@@ -348,3 +429,22 @@ def test_images_that_one_step_reads_whole_give_way_in_a_small_arena(
 
     assert ours["preemptions"] > 0
     assert evicted(ours)["images"] > 0
+
+
+@pytest.mark.slow
+def test_gemma_3_evicts_and_preempts_all_the_time_in_the_least_arena(tiny_vision_model, run_engine):
+    """Answers to short texts grow until the requests about images behind them are preempted."""
+    name = "gemma3_vision"
+
+    ours, num_images = run_beside_transformers(
+        run_engine,
+        name,
+        tiny_vision_model(name),
+        texts=prompts_of_lengths((14, 15, 16), seed=8),
+        options=SMALL_BESIDE_WINDOWS,
+        max_tokens=48,
+    )
+
+    assert ours["preemptions"] > 1
+    assert min(evicted(ours).values()) > 0
+    assert sum(ours["encoded"]) > num_images  # some were evicted and asked for again

@@ -6,7 +6,7 @@ Their processors need torchvision.
 import sys
 from pathlib import Path
 
-from tests.vllm_plugin import tiny_internvl
+from tests.vllm_plugin import tiny_internvl, tiny_phi3_v
 from tests.vllm_plugin.tiny_models import HEAD_DIM, VOCAB_SIZE
 
 FIRST_SPECIAL_TOKEN = 500
@@ -360,6 +360,7 @@ PLACEHOLDERS = {
     "gemma4_vision": "<image>",
     "internvl_chat": "<image>",
     "llava_onevision": "<image>",
+    "phi3_v": "<image>",
     "qwen2_5_vl": "<image>",
 }
 """What stands for an image in a prompt."""
@@ -373,6 +374,9 @@ def main(name: str, path: Path) -> None:
     if name == "internvl_chat":  # transformers has no class for it
         tokenizer = _tokenizer_of(_INTERNVL_TOKENS)
         tiny_internvl.save(path, tokenizer, first_special_token=FIRST_SPECIAL_TOKEN)
+        return
+    if name == "phi3_v":  # nor for this
+        tiny_phi3_v.save(path, first_placeholder=FIRST_SPECIAL_TOKEN)
         return
     model = _MAKERS[name]().to(torch.float32).eval()
     # Heads are tied to embeddings: at full width every token predicts itself. None is an image's.
