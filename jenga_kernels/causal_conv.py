@@ -1,21 +1,20 @@
 """The short causal convolution of a recurrent layer over prompts, with states in pages."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
 from jenga_kernels.checks.states import (
     Checkpoints,
-    check_checkpoints,
     check_computed_tokens,
     check_convolution,
     check_no_overlap,
-    check_query_starts,
-    check_slots,
-    check_slots_apart,
+    check_prompts,
     checkpoint_tensors,
 )
-from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.checks.tensors import check_same_device, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import causal_conv as reference
 from jenga_kernels.triton.conv.causal_conv import causal_conv_kernel
 from jenga_kernels.triton.lib.addressing import alignment, strides
@@ -23,6 +22,29 @@ from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 from jenga_kernels.triton.recurrent.tiles import conv_tiles
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `causal_conv`, in the same order, with the tensors of the checkpoints."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    query_starts: torch.Tensor
+    initial_slots: torch.Tensor
+    state_slots: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+    checkpoint_starts: torch.Tensor | None
+    checkpoint_after: torch.Tensor | None
+    checkpoint_slots: torch.Tensor | None
+    computed_tokens: torch.Tensor | None
+    input_gates: torch.Tensor | None
+    output_gates: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.causal_conv)
@@ -74,9 +96,7 @@ def causal_conv(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    kept = checkpoint_tensors(checkpoints)
-    call = call_like(
-        _calls,
+    given = (
         out,
         states,
         x,
@@ -86,115 +106,75 @@ def causal_conv(
         state_slots,
         bias,
         silu,
-        *kept.values(),
+        *checkpoint_tensors(checkpoints),
         computed_tokens,
         input_gates,
         output_gates,
     )
+    call = call_like(_calls, *given)
     if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
-        call.launches = _launches(
-            out,
-            states,
-            x,
-            weight,
-            query_starts,
-            initial_slots,
-            state_slots,
-            bias=bias,
-            silu=silu,
-            checkpoints=checkpoints,
-            computed_tokens=computed_tokens,
-            input_gates=input_gates,
-            output_gates=output_gates,
-        )
+        call.launches = _launches(_Arguments(*given), checkpoints)
     # A call's signature does not say where tensors lie.
     for name, rows in (("x", x), ("input_gates", input_gates), ("output_gates", output_gates)):
         if rows is not None:
             check_no_overlap("out", out, name, rows)
-    call.run(
-        {
-            "out_ptr": out,
-            "states_ptr": states,
-            "x_ptr": x,
-            "weight_ptr": weight,
-            "bias_ptr": bias,
-            "query_starts_ptr": query_starts,
-            "initial_slots_ptr": initial_slots,
-            "state_slots_ptr": state_slots,
-            "computed_tokens_ptr": computed_tokens,
-            "input_gates_ptr": input_gates,
-            "output_gates_ptr": output_gates,
-            **kept,
-        }
-    )
+    call.run(dict(zip(_POINTERS, given, strict=True)))
 
 
-def _launches(
-    out: torch.Tensor,
-    states: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    query_starts: torch.Tensor,
-    initial_slots: torch.Tensor,
-    state_slots: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    silu: bool,
-    checkpoints: Checkpoints | None,
-    computed_tokens: torch.Tensor | None,
-    input_gates: torch.Tensor | None,
-    output_gates: torch.Tensor | None,
-) -> list[Launch]:
+def _launches(given: _Arguments, checkpoints: Checkpoints | None) -> list[Launch]:
     """Check a call, and list the launches that serve its prompts.
 
     Raises:
         ValueError: If something does not fit.
     """
     check_convolution(
-        out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
+        given.out,
+        given.states,
+        given.x,
+        given.weight,
+        bias=given.bias,
+        input_gates=given.input_gates,
+        output_gates=given.output_gates,
     )
-    inputs = [rows for rows in (x, input_gates, output_gates) if rows is not None]
-    num_tokens, dim = x.shape
-    num_requests = check_query_starts(query_starts, num_tokens)
-    check_shape("initial_slots", initial_slots, (num_requests,))
-    check_shape("state_slots", state_slots, (num_requests,))
-    check_slots("initial_slots", initial_slots, states.shape[0])
-    check_slots("state_slots", state_slots, states.shape[0])
-    check_checkpoints(checkpoints, query_starts, states.shape[0])
-    if computed_tokens is not None:
-        check_computed_tokens(computed_tokens, num_requests)
+    inputs = [rows for rows in (given.x, given.input_gates, given.output_gates) if rows is not None]
+    num_tokens, dim = given.x.shape
+    num_requests = check_prompts(
+        given.query_starts,
+        given.initial_slots,
+        given.state_slots,
+        checkpoints,
+        num_tokens=num_tokens,
+        num_slots=given.states.shape[0],
+    )
+    if given.computed_tokens is not None:
+        check_computed_tokens(given.computed_tokens, num_requests)
     check_same_device(
-        x=x,
-        query_starts=query_starts,
-        initial_slots=initial_slots,
-        state_slots=state_slots,
-        computed_tokens=computed_tokens,
+        x=given.x, query_starts=given.query_starts, computed_tokens=given.computed_tokens
     )
-    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
     if num_requests == 0:
         return []
-    width = weight.shape[1]
-    tiles = conv_tiles(machine_of(x.device), dim)
+    width = given.weight.shape[1]
+    tiles = conv_tiles(machine_of(given.x.device), dim)
     blocks = num_tokens // tiles.block_tokens + num_requests
-    stride_slot, stride_dim, stride_column = strides(states)
+    stride_slot, stride_dim, stride_column = strides(given.states)
     constants = {
         "num_requests": num_requests,
-        "stride_out_token": strides(out)[0],
+        "stride_out_token": strides(given.out)[0],
         "stride_states_slot": stride_slot,
         "stride_states_dim": stride_dim,
         "stride_states_column": stride_column,
-        "stride_x_token": strides(x)[0],
-        "stride_weight_dim": weight.stride(0),
-        "stride_weight_column": weight.stride(1),
-        "stride_initial": initial_slots.stride(0),
-        "stride_slots": state_slots.stride(0),
-        "stride_computed": 0 if computed_tokens is None else computed_tokens.stride(0),
-        "stride_input_gates": 0 if input_gates is None else strides(input_gates)[0],
-        "stride_output_gates": 0 if output_gates is None else strides(output_gates)[0],
+        "stride_x_token": strides(given.x)[0],
+        "stride_weight_dim": given.weight.stride(0),
+        "stride_weight_column": given.weight.stride(1),
+        "stride_initial": given.initial_slots.stride(0),
+        "stride_slots": given.state_slots.stride(0),
+        "stride_computed": 0 if given.computed_tokens is None else given.computed_tokens.stride(0),
+        "stride_input_gates": 0 if given.input_gates is None else strides(given.input_gates)[0],
+        "stride_output_gates": 0 if given.output_gates is None else strides(given.output_gates)[0],
         "DIM": dim,
         "WIDTH": width,
-        "NUM_COLUMNS": None if computed_tokens is None else states.shape[2],
-        "IS_SILU": silu,
+        "NUM_COLUMNS": None if given.computed_tokens is None else given.states.shape[2],
+        "IS_SILU": given.silu,
         "X_ALIGNMENT": min(alignment(strides(rows)[0]) for rows in inputs),
         "BLOCK_T": tiles.block_tokens,
         "BLOCK_D": tiles.block_dims,

@@ -1,9 +1,11 @@
 """The gated delta rule for a few tokens, mostly without state writes."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
-from jenga_kernels.checks.delta import check_delta_rule
+from jenga_kernels.checks.delta import check_delta_rule, has_channel_decays
 from jenga_kernels.checks.histories import (
     MAX_DELTA_HISTORY,
     DeltaHistory,
@@ -16,8 +18,9 @@ from jenga_kernels.checks.tensors import (
     check_no_gradients,
     check_same_device,
     check_shape,
+    shows_values,
 )
-from jenga_kernels.launches import launch, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import delta_replay as reference
 from jenga_kernels.triton.delta.replay import delta_replay_kernel
 from jenga_kernels.triton.delta.replay_products import delta_replay_products_kernel
@@ -25,6 +28,35 @@ from jenga_kernels.triton.delta.tiles import delta_replay_tiles
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 from jenga_kernels.triton.recurrent.tiles import LEAST_PRODUCT
+
+_calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `delta_replay`, in the same order, with the tensors of the history."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    history_changes: torch.Tensor
+    history_keys: torch.Tensor
+    history_decays: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gates: torch.Tensor
+    betas: torch.Tensor
+    slots: torch.Tensor
+    computed_tokens: torch.Tensor
+    state_tokens: torch.Tensor
+    next_state_tokens: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    scale: float | None
+    qk_l2norm: bool
+    query_starts: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.delta_replay)
@@ -102,135 +134,149 @@ def delta_replay(
     Source: ReplaySSM (dao-lab.ai/blog/2026/replayssm). Its steps do not write the state. They keep
         the change of each token: a sum of outer products needs no states in between.
     """
-    scale = check_delta_rule(
-        out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
-    )
-    num_tokens, num_v_heads, head_v_dim = v.shape
-    _, num_qk_heads, head_k_dim = q.shape
-    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
-    history_tokens = _check_history(history, k, states, is_per_channel=is_per_channel)
-    num_requests = check_replay(
+    given = (
+        out,
+        states,
+        history.changes,
+        history.keys,
+        history.decays,
+        q,
+        k,
+        v,
+        gates,
+        betas,
         slots,
+        computed_tokens,
+        state_tokens,
+        next_state_tokens,
+        A_log,
+        dt_bias,
+        scale,
+        qk_l2norm,
         query_starts,
-        computed_tokens=computed_tokens,
-        state_tokens=state_tokens,
-        next_state_tokens=next_state_tokens,
+    )
+    call = call_like(_calls, *given)
+    if call.launches is None or shows_values(v):  # on a CPU, values are checked in every call
+        call.launches = _launches(_Arguments(*given))
+    call.run(dict(zip(_POINTERS, given, strict=True)))
+
+
+def _launches(given: _Arguments) -> list[Launch]:
+    """Check a call, and list the launches of a step.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
+    scale = check_delta_rule(
+        given.out,
+        given.states,
+        given.q,
+        given.k,
+        given.v,
+        given.gates,
+        given.betas,
+        A_log=given.A_log,
+        dt_bias=given.dt_bias,
+        scale=given.scale,
+    )
+    num_tokens, num_v_heads, head_v_dim = given.v.shape
+    _, num_qk_heads, head_k_dim = given.q.shape
+    is_per_channel = has_channel_decays(given.gates)
+    _check_history(given)
+    history_tokens = given.history_changes.shape[2]
+    num_requests = check_replay(
+        given.slots,
+        given.query_starts,
+        computed_tokens=given.computed_tokens,
+        state_tokens=given.state_tokens,
+        next_state_tokens=given.next_state_tokens,
         num_tokens=num_tokens,
-        num_slots=states.shape[0],
+        num_slots=given.states.shape[0],
         history_tokens=history_tokens,
     )
-    check_same_device(v=v, slots=slots)
+    check_same_device(v=given.v, slots=given.slots)
     if num_requests == 0:
-        return
+        return []
     tiles = delta_replay_tiles(
-        machine_of(v.device),
+        machine_of(given.v.device),
         head_k_dim,
         head_v_dim,
-        state_element_bytes=states.element_size(),
-        key_element_bytes=k.element_size(),
+        state_element_bytes=given.states.element_size(),
+        key_element_bytes=given.k.element_size(),
         history_tokens=history_tokens,
         is_per_channel=is_per_channel,
-        has_one_token=query_starts is None,
+        has_one_token=given.query_starts is None,
     )
-    num_blocks = triton.cdiv(head_v_dim, tiles.block_values)
-    stride_slot, stride_head, stride_dim, _ = strides(states)
-    tensors = {
-        "out_ptr": out,
-        "states_ptr": states,
-        "history_changes_ptr": history.changes,
-        "history_keys_ptr": history.keys,
-        "history_decays_ptr": history.decays,
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "gates_ptr": gates,
-        "betas_ptr": betas,
-        "A_log_ptr": A_log,
-        "dt_bias_ptr": dt_bias,
-        "query_starts_ptr": query_starts,
-        "slots_ptr": slots,
-        "computed_tokens_ptr": computed_tokens,
-        "state_tokens_ptr": state_tokens,
-        "next_state_tokens_ptr": next_state_tokens,
-        "stride_out_token": strides(out)[0],
-        "stride_out_head": strides(out)[1],
+    stride_slot, stride_head, stride_dim, _ = strides(given.states)
+    constants = {
+        "scale": scale,
+        "stride_out_token": strides(given.out)[0],
+        "stride_out_head": strides(given.out)[1],
         "stride_states_slot": stride_slot,
         "stride_states_head": stride_head,
         "stride_states_dim": stride_dim,
-        "stride_changes_slot": strides(history.changes)[0],
-        "stride_changes_head": strides(history.changes)[1],
-        "stride_changes_token": strides(history.changes)[2],
-        "stride_keys_slot": strides(history.keys)[0],
-        "stride_keys_head": strides(history.keys)[1],
-        "stride_keys_token": strides(history.keys)[2],
-        "stride_decays_slot": strides(history.decays)[0],
-        "stride_decays_head": strides(history.decays)[1],
-        "stride_q_token": strides(q)[0],
-        "stride_q_head": strides(q)[1],
-        "stride_k_token": strides(k)[0],
-        "stride_k_head": strides(k)[1],
-        "stride_v_token": strides(v)[0],
-        "stride_v_head": strides(v)[1],
-        "stride_gates_token": strides(gates)[0],
-        "stride_betas_token": strides(betas)[0],
-        "stride_slots": slots.stride(0),
-    }
-    shared = {
-        "scale": scale,
+        "stride_changes_slot": strides(given.history_changes)[0],
+        "stride_changes_head": strides(given.history_changes)[1],
+        "stride_changes_token": strides(given.history_changes)[2],
+        "stride_keys_slot": strides(given.history_keys)[0],
+        "stride_keys_head": strides(given.history_keys)[1],
+        "stride_keys_token": strides(given.history_keys)[2],
+        "stride_decays_slot": strides(given.history_decays)[0],
+        "stride_decays_head": strides(given.history_decays)[1],
+        "stride_decays_token": strides(given.history_decays)[2],
+        "stride_q_token": strides(given.q)[0],
+        "stride_q_head": strides(given.q)[1],
+        "stride_k_token": strides(given.k)[0],
+        "stride_k_head": strides(given.k)[1],
+        "stride_v_token": strides(given.v)[0],
+        "stride_v_head": strides(given.v)[1],
+        "stride_gates_token": strides(given.gates)[0],
+        "stride_gates_head": strides(given.gates)[1],
+        "stride_betas_token": strides(given.betas)[0],
+        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        "stride_slots": given.slots.stride(0),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,
         "HEAD_V_DIM": head_v_dim,
         "HISTORY_TOKENS": history_tokens,
-        "IS_NORMALIZED": qk_l2norm,
-        "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32x3",
+        "IS_PER_CHANNEL": is_per_channel,
+        "IS_NORMALIZED": given.qk_l2norm,
+        "PRECISION": "ieee" if given.v.dtype == torch.float32 else "tf32x3",
         "BLOCK_K": max(2 * LEAST_PRODUCT, power_of_two(head_k_dim)),
         "BLOCK_V": tiles.block_values,
         "BLOCK_L": max(LEAST_PRODUCT, power_of_two(history_tokens)),
+        "BLOCK_LINE": tiles.block_line,
         "num_warps": tiles.num_warps,
         "enable_fp_fusion": True,
     }
-    grid = (num_v_heads * num_blocks, num_requests)
-    if tiles.is_at_once:
-        launch(delta_replay_products_kernel, grid, v.device, **tensors, **shared)
-        return
-    launch(
-        delta_replay_kernel,
-        grid,
-        v.device,
-        **tensors,
-        **shared,
-        stride_decays_token=strides(history.decays)[2],
-        stride_gates_head=strides(gates)[1],
-        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
-        IS_PER_CHANNEL=is_per_channel,
-        BLOCK_LINE=tiles.block_line,
-    )
+    kernel = delta_replay_products_kernel if tiles.is_at_once else delta_replay_kernel
+    grid = (num_v_heads * triton.cdiv(head_v_dim, tiles.block_values), num_requests)
+    return [Launch(kernel=kernel, grid=grid, constants=constants)]
 
 
-def _check_history(
-    history: DeltaHistory, k: torch.Tensor, states: torch.Tensor, *, is_per_channel: bool
-) -> int:
-    """Check the tensors of a history; return history_tokens.
+def _check_history(given: _Arguments) -> None:
+    """Check the tensors of a history.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    num_slots, num_v_heads, head_v_dim, head_k_dim = states.shape
-    changes, keys, decays = history.changes, history.keys, history.decays
+    changes, keys, decays = given.history_changes, given.history_keys, given.history_decays
+    num_slots, num_v_heads, head_v_dim, head_k_dim = given.states.shape
     sizes = (num_slots, num_v_heads, None, head_v_dim)
-    check_history_part("history.changes", changes, sizes, states.dtype, torch.float32)
+    check_history_part("history.changes", changes, sizes, given.states.dtype, torch.float32)
     history_tokens = changes.shape[2]
     if history_tokens > MAX_DELTA_HISTORY:
         msg = f"history.changes must have at most {MAX_DELTA_HISTORY} tokens, got {history_tokens}"
         raise ValueError(msg)
-    sizes = (num_slots, k.shape[1], history_tokens, head_k_dim)
-    check_history_part("history.keys", keys, sizes, k.dtype)
+    sizes = (num_slots, given.k.shape[1], history_tokens, head_k_dim)
+    check_history_part("history.keys", keys, sizes, given.k.dtype)
     sizes = (num_slots, num_v_heads, history_tokens)
-    check_shape("history.decays", decays, (*sizes, head_k_dim) if is_per_channel else sizes)
+    if has_channel_decays(given.gates):
+        sizes = (*sizes, head_k_dim)
+    check_shape("history.decays", decays, sizes)
     check_dtype("history.decays", decays, (torch.float32,))
     check_contiguous_rows("history.decays", decays)
     check_not_expanded("history.decays", decays)
     parts = {"history.changes": changes, "history.keys": keys, "history.decays": decays}
-    check_same_device(k=k, **parts)
+    check_same_device(k=given.k, **parts)
     check_no_gradients(**parts)
-    return history_tokens

@@ -1,21 +1,15 @@
 """The gated delta rule over prompts, with states in pages."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 
-from jenga_kernels.checks.delta import check_delta_rule
-from jenga_kernels.checks.states import (
-    Checkpoints,
-    check_checkpoints,
-    check_query_starts,
-    check_slots,
-    check_slots_apart,
-    checkpoint_tensors,
-)
-from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.checks.delta import check_delta_rule, has_channel_decays
+from jenga_kernels.checks.states import Checkpoints, check_prompts, checkpoint_tensors
+from jenga_kernels.checks.tensors import check_same_device, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, rebased, with_reference
 from jenga_kernels.reference import delta_scan as reference
 from jenga_kernels.triton.delta.chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta.chunks_heads import delta_chunks_heads_kernel
@@ -33,6 +27,32 @@ CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
 """Results of the first kernel that the second one loads by TMA."""
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `delta_scan`, in the same order, with the tensors of the checkpoints."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gates: torch.Tensor
+    betas: torch.Tensor
+    query_starts: torch.Tensor
+    initial_slots: torch.Tensor
+    state_slots: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    scale: float | None
+    qk_l2norm: bool
+    checkpoint_starts: torch.Tensor | None
+    checkpoint_after: torch.Tensor | None
+    checkpoint_slots: torch.Tensor | None
+    is_portable: bool | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.delta_scan)
@@ -106,9 +126,7 @@ def delta_scan(
     (arXiv 2510.26692). Its form by chunks is section 3 of "Parallelizing Linear Transformers with
     the Delta Rule over Sequence Length" (arXiv 2406.06484).
     """
-    kept = checkpoint_tensors(checkpoints)
-    call = call_like(
-        _calls,
+    given = (
         out,
         states,
         q,
@@ -123,93 +141,83 @@ def delta_scan(
         dt_bias,
         scale,
         qk_l2norm,
-        *kept.values(),
+        *checkpoint_tensors(checkpoints),
         is_portable,
     )
+    call = call_like(_calls, *given)
     is_first = call.launches is None
     if is_first or shows_values(v):  # on a CPU, values are checked in every call
-        scale = check_delta_rule(
-            out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
-        )
-        num_slots = states.shape[0]
-        num_requests = check_query_starts(query_starts, v.shape[0])
-        check_shape("initial_slots", initial_slots, (num_requests,))
-        check_shape("state_slots", state_slots, (num_requests,))
-        check_slots("initial_slots", initial_slots, num_slots)
-        check_slots("state_slots", state_slots, num_slots)
-        check_checkpoints(checkpoints, query_starts, num_slots)
-        check_same_device(
-            v=v, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
-        )
-        check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
-    num_requests = len(state_slots)
-    if num_requests == 0:
+        scale = _check(_Arguments(*given), checkpoints)
+    if len(state_slots) == 0:
         return
-    tensors = {
-        "out_ptr": out,
-        "states_ptr": states,
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "gates_ptr": gates,
-        "betas_ptr": betas,
-        "A_log_ptr": A_log,
-        "dt_bias_ptr": dt_bias,
-        "query_starts_ptr": query_starts,
-        "initial_slots_ptr": initial_slots,
-        "state_slots_ptr": state_slots,
-        **kept,
-    }
     if is_first:
-        is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
-        call.facts = tiles = delta_scan_tiles(
+        call.facts = delta_scan_tiles(
             machine_of(v.device),
             q.shape[2],
             v.shape[2],
             v.element_size(),
-            is_per_channel=is_per_channel,
+            is_per_channel=has_channel_decays(gates),
         )
-        tensors |= _chunk_tensors(tensors, tiles)
-        call.launches = list(
-            _launches(tensors, tiles, scale=scale, is_normalized=qk_l2norm, is_portable=is_portable)
-        )
-    else:
-        tensors |= _chunk_tensors(tensors, call.facts)
-    call.run(tensors)
+    chunks = _chunk_tensors(q, v, gates, state_slots, checkpoints, call.facts)
+    if is_first:
+        call.launches = list(_launches(_Arguments(*given), scale, call.facts, chunks))
+    call.run(dict(zip(_POINTERS, given, strict=True)) | chunks)
+
+
+def _check(given: _Arguments, checkpoints: Checkpoints | None) -> float:
+    """Check a call, and return the factor of its queries.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
+    scale = check_delta_rule(
+        given.out,
+        given.states,
+        given.q,
+        given.k,
+        given.v,
+        given.gates,
+        given.betas,
+        A_log=given.A_log,
+        dt_bias=given.dt_bias,
+        scale=given.scale,
+    )
+    check_prompts(
+        given.query_starts,
+        given.initial_slots,
+        given.state_slots,
+        checkpoints,
+        num_tokens=given.v.shape[0],
+        num_slots=given.states.shape[0],
+    )
+    check_same_device(v=given.v, query_starts=given.query_starts)
+    return scale
 
 
 def _launches(
-    tensors: dict[str, torch.Tensor | None],
-    tiles: DeltaTiles,
-    *,
+    given: _Arguments,
     scale: float,
-    is_normalized: bool,
-    is_portable: bool | None,
+    tiles: DeltaTiles,
+    chunks: dict[str, torch.Tensor | None],
 ) -> Iterator[Launch]:
     """List the launches of a call: a kernel that prepares its chunks, then one that scans them.
 
     Args:
-        tensors: Tensors of the call, and those that the first kernel writes for the second.
-        tiles: Tiles of both kernels.
+        given: Arguments of the call.
         scale: Factor of the queries.
-        is_normalized: Whether queries and keys are scaled to length one.
-        is_portable: Whether to use the generic kernels; None where these are faster.
+        tiles: Tiles of both kernels.
+        chunks: Tensors that the first kernel writes for the second.
     """
-    out, states, q, k, v, gates, betas, dt_bias, initial_slots, state_slots, decays = (
-        tensors[f"{name}_ptr"]
-        for name in (
-            *("out", "states", "q", "k", "v", "gates", "betas", "dt_bias"),
-            *("initial_slots", "state_slots", "decays"),
-        )
+    machine = machine_of(given.v.device)
+    num_tokens, num_v_heads, head_v_dim = given.v.shape
+    _, num_qk_heads, head_k_dim = given.q.shape
+    num_requests, num_chunks = len(given.state_slots), chunks["decays_ptr"].shape[1]
+    is_per_channel = has_channel_decays(given.gates)
+    is_ahead = not given.is_portable and has_hopper_delta_scan(
+        machine, head_k_dim, given.v, tiles.block_tokens
     )
-    machine = machine_of(v.device)
-    num_tokens, num_v_heads, head_v_dim = v.shape
-    _, num_qk_heads, head_k_dim = q.shape
-    num_requests, num_chunks = len(state_slots), decays.shape[1]
-    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
-    is_ahead = not is_portable and has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
-    num_programs = hopper_programs(v) * num_requests
-    if is_ahead and is_portable is None and not is_per_channel:
+    num_programs = hopper_programs(given.v) * num_requests
+    if is_ahead and given.is_portable is None and not is_per_channel:
         is_ahead = num_programs >= machine.num_processors
     # If there are more programs than multiprocessors, two share one's shared memory. With a decay
     # for each channel, the loads of one program leave no room for a second one.
@@ -217,12 +225,12 @@ def _launches(
     # A program that waits for the first kernel must not hold all the shared memory of a
     # multiprocessor, because the first kernel needs it.
     is_overlapped = is_ahead and is_shared and machine.has_dependent_launches
-    stride_slot, stride_head, stride_dim, _ = strides(states)
-    precision = "float16" if is_normalized else "tf32"
-    if v.dtype == torch.float32:
+    stride_slot, stride_head, stride_dim, _ = strides(given.states)
+    precision = "float16" if given.qk_l2norm else "tf32"
+    if given.v.dtype == torch.float32:
         precision = "ieee"
     shared = {
-        "stride_slots": state_slots.stride(0),
+        "stride_slots": given.state_slots.stride(0),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,
         "BLOCK_T": tiles.block_tokens,
@@ -237,15 +245,15 @@ def _launches(
             "scale": scale,
             "num_requests": num_requests,
             "num_tokens": num_tokens,
-            "stride_q_token": strides(q)[0],
-            "stride_q_head": strides(q)[1],
-            "stride_k_token": strides(k)[0],
-            "stride_k_head": strides(k)[1],
-            "stride_gates_token": strides(gates)[0],
-            "stride_gates_head": strides(gates)[1] if is_per_channel else 0,
-            "stride_betas_token": strides(betas)[0],
-            "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
-            "IS_NORMALIZED": is_normalized,
+            "stride_q_token": strides(given.q)[0],
+            "stride_q_head": strides(given.q)[1],
+            "stride_k_token": strides(given.k)[0],
+            "stride_k_head": strides(given.k)[1],
+            "stride_gates_token": strides(given.gates)[0],
+            "stride_gates_head": strides(given.gates)[1] if is_per_channel else 0,
+            "stride_betas_token": strides(given.betas)[0],
+            "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+            "IS_NORMALIZED": given.qk_l2norm,
             "PRECISION": precision,
             "IS_OVERLAPPED": is_overlapped,
             "num_warps": tiles.chunk_warps,
@@ -256,21 +264,21 @@ def _launches(
     walk = shared | {
         "num_tokens_of_all": num_tokens,
         "num_chunks": num_chunks,
-        "stride_out_token": strides(out)[0],
-        "stride_out_head": strides(out)[1],
+        "stride_out_token": strides(given.out)[0],
+        "stride_out_head": strides(given.out)[1],
         "stride_states_slot": stride_slot,
         "stride_states_head": stride_head,
         "stride_states_dim": stride_dim,
-        "stride_v_token": strides(v)[0],
-        "stride_v_head": strides(v)[1],
-        "stride_initial": initial_slots.stride(0),
+        "stride_v_token": strides(given.v)[0],
+        "stride_v_head": strides(given.v)[1],
+        "stride_initial": given.initial_slots.stride(0),
         "HEAD_V_DIM": head_v_dim,
         "IS_PER_CHANNEL": is_per_channel,
     }
     if is_ahead:
         stages = {"NUM_STAGES": 2 if is_shared else 3, "IS_OVERLAPPED": is_overlapped}
         options = overlapping(machine) if is_overlapped else {}
-        yield _launch_ahead(tensors, walk | stages | options)
+        yield _launch_ahead(given, chunks, walk | stages | options)
         return
     block_values = tiles.block_values
     yield Launch(
@@ -285,42 +293,46 @@ def _launches(
     )
 
 
-def _launch_ahead(tensors: dict[str, torch.Tensor | None], walk: dict[str, object]) -> Launch:
+def _launch_ahead(
+    given: _Arguments, chunks: dict[str, torch.Tensor | None], walk: dict[str, object]
+) -> Launch:
     """Build the launch of the scan over chunks on Hopper, which loads ahead."""
     # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.delta.hopper.scan import delta_scan_hopper_kernel  # noqa: PLC0415
     from jenga_kernels.triton.recurrent.hopper.chunks import chunk_descriptor  # noqa: PLC0415
 
-    v = tensors["v_ptr"]
-    descriptors = {"v_descriptor": chunk_descriptor(v)}
+    descriptors = {"v_descriptor": chunk_descriptor(given.v)}
     for name in CHUNK_ROWS:
-        rows = tensors[f"{name}_ptr"]
+        rows = chunks[f"{name}_ptr"]
         descriptor = None if rows is None else chunk_descriptor(rows.transpose(0, 1))
         descriptors[f"{name}_descriptor"] = descriptor
     constants = {name: rebased(descriptor, None) for name, descriptor in descriptors.items()}
     return Launch(
         kernel=delta_scan_hopper_kernel,
-        grid=(hopper_programs(v), len(tensors["state_slots_ptr"])),
+        grid=(hopper_programs(given.v), len(given.state_slots)),
         constants=walk | constants | {"num_warps": 4},
         descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("v", *CHUNK_ROWS)),
     )
 
 
 def _chunk_tensors(
-    tensors: dict[str, torch.Tensor | None], tiles: DeltaTiles
+    q: torch.Tensor,
+    v: torch.Tensor,
+    gates: torch.Tensor,
+    state_slots: torch.Tensor,
+    checkpoints: Checkpoints | None,
+    tiles: DeltaTiles,
 ) -> dict[str, torch.Tensor | None]:
     """Allocate results of the first kernel for the second, by the names of their arguments."""
-    q, v, gates = tensors["q_ptr"], tensors["v_ptr"], tensors["gates_ptr"]
     num_tokens, num_v_heads, _ = v.shape
-    num_chunks = num_tokens // tiles.block_tokens + len(tensors["state_slots_ptr"])
-    checkpoint_slots = tensors["checkpoint_slots_ptr"]
-    if checkpoint_slots is not None:
-        num_chunks += len(checkpoint_slots)
+    num_chunks = num_tokens // tiles.block_tokens + len(state_slots)
+    if checkpoints is not None:
+        num_chunks += len(checkpoints.slots)
 
     def empty(*shape: int, dtype: torch.dtype = v.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=v.device)
 
-    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+    is_per_channel = has_channel_decays(gates)
     keys = (num_v_heads if is_per_channel else q.shape[1], num_tokens, tiles.block_keys)
     squares = (num_v_heads, num_tokens, tiles.block_tokens)
     chunks = {

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from jenga_kernels.checks.delta import check_delta_rule
+from jenga_kernels.checks.delta import check_delta_rule, has_channel_decays
 from jenga_kernels.checks.states import check_slots_apart, check_steps
 from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
@@ -156,7 +156,6 @@ def _launches(given: _Arguments) -> list[Launch]:
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return []
-    is_per_channel = given.gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
     tiles = delta_update_tiles(
         machine_of(given.v.device), head_k_dim, head_v_dim, given.states.element_size()
     )
@@ -184,7 +183,7 @@ def _launches(given: _Arguments) -> list[Launch]:
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,
         "HEAD_V_DIM": head_v_dim,
-        "IS_PER_CHANNEL": is_per_channel,
+        "IS_PER_CHANNEL": has_channel_decays(given.gates),
         "IS_NORMALIZED": given.qk_l2norm,
         "BLOCK_K": power_of_two(head_k_dim),
         "BLOCK_V": tiles.block_values,

@@ -1,6 +1,7 @@
 """Restoring the tokens of quantised pages to 16 bits, in other pages."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -23,13 +24,31 @@ from jenga_kernels.checks.tensors import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import dequantise_pages as reference
 from jenga_kernels.triton.attention.dequantise_pages import RUN_FIELDS, dequantise_pages_kernel
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import copy_tiles, machine_of, power_of_two
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `dequantise_pages`, in the same order."""
+
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    page_table: torch.Tensor
+    page_runs: torch.Tensor
+    k_out: torch.Tensor
+    v_out: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_slot_scales: torch.Tensor | None
+    v_slot_scales: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.dequantise_pages)
@@ -81,11 +100,22 @@ def dequantise_pages(
         ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
             required.
     """
-    scales = (k_scale, v_scale, k_slot_scales, v_slot_scales)
-    call = call_like(_calls, k_pages, v_pages, page_table, page_runs, k_out, v_out, *scales)
+    given = (
+        k_pages,
+        v_pages,
+        page_table,
+        page_runs,
+        k_out,
+        v_out,
+        k_scale,
+        v_scale,
+        k_slot_scales,
+        v_slot_scales,
+    )
+    call = call_like(_calls, *given)
     is_first = call.launches is None
     if is_first:
-        _check(k_pages, v_pages, page_table, page_runs, k_out, v_out, *scales)
+        _check(_Arguments(*given))
     if k_out.data_ptr() == v_out.data_ptr() and k_out.numel():
         msg = "v_out must not be k_out"
         raise ValueError(msg)
@@ -93,104 +123,78 @@ def dequantise_pages(
     if k_slot_scales is not None:
         slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
     if is_first:
-        call.launches = _launches(
-            k_pages, page_table, page_runs, k_out, v_out, k_scale, v_scale, slot_scales
-        )
-    call.run(
-        {
-            "k_out_ptr": k_out,
-            "v_out_ptr": v_out,
-            "k_pages_ptr": k_pages,
-            "v_pages_ptr": v_pages,
-            "page_table_ptr": page_table,
-            "page_runs_ptr": page_runs,
-            "k_scale_ptr": k_scale,
-            "v_scale_ptr": v_scale,
-            "k_slot_scales_ptr": slot_scales.k,
-            "v_slot_scales_ptr": slot_scales.v,
-        }
-    )
+        call.launches = _launches(_Arguments(*given), slot_scales)
+    tensors = dict(zip(_POINTERS, given, strict=True))
+    tensors |= {"k_slot_scales_ptr": slot_scales.k, "v_slot_scales_ptr": slot_scales.v}
+    call.run(tensors)
 
 
-def _check(
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    page_runs: torch.Tensor,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_slot_scales: torch.Tensor | None,
-    v_slot_scales: torch.Tensor | None,
-) -> None:
+def _check(given: _Arguments) -> None:
     """Check everything that follows from the signature of a call.
 
     Raises:
         ValueError: If something does not fit.
     """
-    check_shape("k_out", k_out, (None, None, None, None))
-    num_kv_heads, head_dim = k_out.shape[2:]
-    check_shape("v_out", v_out, (*k_out.shape[:3], None))
-    check_dtype("k_out", k_out, FLOAT_DTYPES)
-    check_dtype("v_out", v_out, (k_out.dtype,))
-    for name, out in (("k_out", k_out), ("v_out", v_out)):
+    check_shape("k_out", given.k_out, (None, None, None, None))
+    num_kv_heads, head_dim = given.k_out.shape[2:]
+    check_shape("v_out", given.v_out, (*given.k_out.shape[:3], None))
+    check_dtype("k_out", given.k_out, FLOAT_DTYPES)
+    check_dtype("v_out", given.v_out, (given.k_out.dtype,))
+    for name, out in (("k_out", given.k_out), ("v_out", given.v_out)):
         check_rows(name, out)
         check_apart(name, out)
-    if strides(k_out)[:3] != strides(v_out)[:3]:
-        msg = f"v_out must have the strides of k_out, {k_out.stride()}, got {v_out.stride()}"
-        raise ValueError(msg)
-    check_shape("k_pages", k_pages, (None, None, None, None))
-    check_dtype("k_pages", k_pages, QUANTISED_DTYPES)
-    check_pages(k_pages, v_pages, num_kv_heads, head_dim, k_out.dtype, value_dim=v_out.shape[3])
-    check_scales(k_pages, k_scale, v_scale, num_kv_heads)
-    check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
-    check_page_table(page_table)
-    check_shape("page_runs", page_runs, (None, RUN_FIELDS))
-    check_dtype("page_runs", page_runs, (torch.int32,))
-    check_contiguous("page_runs", page_runs)
-    if page_runs.shape[0] > k_out.shape[0]:
+    if strides(given.k_out)[:3] != strides(given.v_out)[:3]:
         msg = (
-            f"page_runs must have at most {k_out.shape[0]} rows, the pages of k_out, got "
-            f"{page_runs.shape[0]}"
+            f"v_out must have the strides of k_out, {given.k_out.stride()}, got "
+            f"{given.v_out.stride()}"
         )
         raise ValueError(msg)
-    check_same_device(
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=page_table,
-        page_runs=page_runs,
-        k_out=k_out,
-        v_out=v_out,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_slot_scales=k_slot_scales,
-        v_slot_scales=v_slot_scales,
+    check_shape("k_pages", given.k_pages, (None, None, None, None))
+    check_dtype("k_pages", given.k_pages, QUANTISED_DTYPES)
+    check_pages(
+        given.k_pages,
+        given.v_pages,
+        num_kv_heads,
+        head_dim,
+        given.k_out.dtype,
+        value_dim=given.v_out.shape[3],
     )
-    check_no_gradients(k_pages=k_pages, v_pages=v_pages, k_out=k_out, v_out=v_out)
+    check_scales(given.k_pages, given.k_scale, given.v_scale, num_kv_heads)
+    check_slot_scales(
+        given.k_pages, given.k_slot_scales, given.v_slot_scales, given.k_scale, given.v_scale
+    )
+    check_page_table(given.page_table)
+    check_shape("page_runs", given.page_runs, (None, RUN_FIELDS))
+    check_dtype("page_runs", given.page_runs, (torch.int32,))
+    check_contiguous("page_runs", given.page_runs)
+    if given.page_runs.shape[0] > given.k_out.shape[0]:
+        msg = (
+            f"page_runs must have at most {given.k_out.shape[0]} rows, the pages of k_out, "
+            f"got {given.page_runs.shape[0]}"
+        )
+        raise ValueError(msg)
+    check_same_device(**given._asdict())
+    check_no_gradients(
+        k_pages=given.k_pages, v_pages=given.v_pages, k_out=given.k_out, v_out=given.v_out
+    )
 
 
-def _launches(
-    k_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    page_runs: torch.Tensor,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    slot_scales: SlotScales,
-) -> list[Launch]:
+def _launches(given: _Arguments, slot_scales: SlotScales) -> list[Launch]:
     """List the launches that restore the runs of a call."""
-    num_runs = page_runs.shape[0]
-    if num_runs == 0 or k_out.numel() + v_out.numel() == 0 or page_table.numel() == 0:
+    num_runs = given.page_runs.shape[0]
+    if (
+        num_runs == 0
+        or given.k_out.numel() + given.v_out.numel() == 0
+        or given.page_table.numel() == 0
+    ):
         return []
-    _, out_page_tokens, num_kv_heads, head_dim = k_out.shape
-    value_dim = v_out.shape[3]
-    tiles = copy_tiles(machine_of(k_out.device), max(head_dim, value_dim))
+    _, out_page_tokens, num_kv_heads, head_dim = given.k_out.shape
+    value_dim = given.v_out.shape[3]
+    tiles = copy_tiles(machine_of(given.k_out.device), max(head_dim, value_dim))
     # Tiles do not straddle output pages.
     block_tokens = math.gcd(out_page_tokens, tiles.block_rows)
-    stride_out_page, stride_out_slot, stride_out_head, _ = strides(k_out)
-    stride_page, stride_slot, stride_head, _ = strides(k_pages)
+    stride_out_page, stride_out_slot, stride_out_head, _ = strides(given.k_out)
+    stride_page, stride_slot, stride_head, _ = strides(given.k_pages)
     constants = {
         "stride_out_page": stride_out_page,
         "stride_out_slot": stride_out_slot,
@@ -201,13 +205,13 @@ def _launches(
         "stride_scales_page": slot_scales.strides[0],
         "stride_scales_slot": slot_scales.strides[1],
         "stride_scales_head": slot_scales.strides[2],
-        "stride_table_request": page_table.stride(0),
+        "stride_table_request": given.page_table.stride(0),
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
-        "PAGE_TOKENS": k_pages.shape[1],
+        "PAGE_TOKENS": given.k_pages.shape[1],
         "OUT_PAGE_TOKENS": out_page_tokens,
-        "IS_PER_HEAD_K": k_scale is not None and k_scale.numel() > 1,
-        "IS_PER_HEAD_V": v_scale is not None and v_scale.numel() > 1,
+        "IS_PER_HEAD_K": given.k_scale is not None and given.k_scale.numel() > 1,
+        "IS_PER_HEAD_V": given.v_scale is not None and given.v_scale.numel() > 1,
         "BLOCK_T": block_tokens,
         "BLOCK_D": power_of_two(head_dim),
         "BLOCK_V": power_of_two(value_dim),

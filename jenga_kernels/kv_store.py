@@ -1,5 +1,7 @@
 """Writing new keys and values into a paged cache."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -19,7 +21,7 @@ from jenga_kernels.checks.tensors import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import kv_store as reference
 from jenga_kernels.triton.attention.kv_store import kv_store_kernel
 from jenga_kernels.triton.lib.addressing import strides
@@ -35,6 +37,23 @@ _calls: Calls = {}
 
 NO_SLOT = -1
 """Slot of a padding token: nothing is written for it."""
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `kv_store`, in the same order."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    slots: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_slot_scales: torch.Tensor | None
+    v_slot_scales: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.kv_store)
@@ -94,82 +113,48 @@ def kv_store(
         ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
             required.
     """
-    scales = (k_scale, v_scale, k_slot_scales, v_slot_scales)
-    call = call_like(_calls, k, v, k_pages, v_pages, slots, *scales)
+    given = (k, v, k_pages, v_pages, slots, k_scale, v_scale, k_slot_scales, v_slot_scales)
+    call = call_like(_calls, *given)
     is_first = call.launches is None
     if is_first:
-        call.facts = _check(k, v, k_pages, v_pages, slots, *scales)
+        call.facts = _check(_Arguments(*given))
     _check_no_overlap(k_pages, v_pages)
     slot_scales = NO_SCALES
     if k_slot_scales is not None:
         slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
         _check_written_scales(k_slot_scales, v_slot_scales)
     if is_first:
-        call.launches = _launches(k, v, k_pages, k_scale, v_scale, slot_scales, call.facts)
-    call.run(
-        {
-            "k_pages_ptr": k_pages,
-            "v_pages_ptr": v_pages,
-            "k_slot_scales_ptr": slot_scales.k,
-            "v_slot_scales_ptr": slot_scales.v,
-            "k_ptr": k,
-            "v_ptr": v,
-            "slots_ptr": slots,
-            "k_scale_ptr": k_scale,
-            "v_scale_ptr": v_scale,
-        }
-    )
+        call.launches = _launches(_Arguments(*given), slot_scales, call.facts)
+    tensors = dict(zip(_POINTERS, given, strict=True))
+    tensors |= {"k_slot_scales_ptr": slot_scales.k, "v_slot_scales_ptr": slot_scales.v}
+    call.run(tensors)
 
 
-def _check(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_slot_scales: torch.Tensor | None,
-    v_slot_scales: torch.Tensor | None,
-) -> int:
+def _check(given: _Arguments) -> int:
     """Check everything that follows from the signature of a call, and return page_tokens.
 
     Raises:
         ValueError: If something does not fit.
     """
-    _, num_kv_heads, head_dim, value_dim = _check_new_tokens(k, v, slots)
+    k_pages, v_pages = given.k_pages, given.v_pages
+    _, num_kv_heads, head_dim, value_dim = _check_new_tokens(given.k, given.v, given.slots)
     page_tokens = check_pages(
-        k_pages, v_pages, num_kv_heads, head_dim, k.dtype, value_dim=value_dim
+        k_pages, v_pages, num_kv_heads, head_dim, given.k.dtype, value_dim=value_dim
     )
     check_apart("k_pages", k_pages)
     check_apart("v_pages", v_pages)
-    check_scales(k_pages, k_scale, v_scale, num_kv_heads)
-    check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
-    check_same_device(
-        k=k,
-        v=v,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        slots=slots,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_slot_scales=k_slot_scales,
-        v_slot_scales=v_slot_scales,
+    check_scales(k_pages, given.k_scale, given.v_scale, num_kv_heads)
+    check_slot_scales(
+        k_pages, given.k_slot_scales, given.v_slot_scales, given.k_scale, given.v_scale
     )
-    check_no_gradients(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+    check_same_device(**given._asdict())
+    check_no_gradients(k=given.k, v=given.v, k_pages=k_pages, v_pages=v_pages)
     return page_tokens
 
 
-def _launches(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    slot_scales: SlotScales,
-    page_tokens: int,
-) -> list[Launch]:
+def _launches(given: _Arguments, slot_scales: SlotScales, page_tokens: int) -> list[Launch]:
     """List the launches that store the tokens of a call."""
+    k, v = given.k, given.v
     if k.numel() == 0 and v.numel() == 0:
         return []
     num_tokens, num_kv_heads, head_dim = k.shape
@@ -177,7 +162,7 @@ def _launches(
     machine = machine_of(k.device)
     widest = max(head_dim, value_dim)
     tiles = copy_tiles(machine, widest)
-    stride_page, stride_slot, stride_head, _ = strides(k_pages)
+    stride_page, stride_slot, stride_head, _ = strides(given.k_pages)
     constants = {
         "num_tokens": num_tokens,
         "stride_pages_page": stride_page,
@@ -194,8 +179,8 @@ def _launches(
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "PAGE_TOKENS": page_tokens,
-        "IS_PER_HEAD_K": k_scale is not None and k_scale.numel() > 1,
-        "IS_PER_HEAD_V": v_scale is not None and v_scale.numel() > 1,
+        "IS_PER_HEAD_K": given.k_scale is not None and given.k_scale.numel() > 1,
+        "IS_PER_HEAD_V": given.v_scale is not None and given.v_scale.numel() > 1,
         "HAS_FP8": machine.has_fp8,
         "BLOCK_ROWS": tiles.block_rows,
         "BLOCK_D": power_of_two(widest),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from jenga_kernels.checks.tensors import (
     check_shape,
 )
 from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, rebased, with_reference
 from jenga_kernels.reference import latent_attention as reference
 from jenga_kernels.triton.attention.decode import attention_splits_kernel
 from jenga_kernels.triton.latent.decode import latent_decode_kernel
@@ -37,6 +38,25 @@ from jenga_kernels.triton.lib.tiles import (
 )
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `latent_attention`, in the same order, without the plan."""
+
+    q: torch.Tensor
+    pages: torch.Tensor
+    page_table: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float
+    latent_dim: int
+    is_causal: bool
+    latent_scale: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.latent_attention)
@@ -108,8 +128,7 @@ def latent_attention(
         DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, for the absorption. FlashMLA for programs of
         64 rows as wide as a latent.
     """
-    call = call_like(
-        _calls if plan is None else plan.calls,
+    given = (
         q,
         pages,
         page_table,
@@ -122,22 +141,10 @@ def latent_attention(
         out,
         lse,
     )
+    call = call_like(_calls if plan is None else plan.calls, *given)
     is_first = call.launches is None
     if is_first:
-        call.facts = _check(
-            q,
-            pages,
-            page_table,
-            query_starts,
-            seq_lens,
-            scale=scale,
-            latent_dim=latent_dim,
-            is_causal=is_causal,
-            latent_scale=latent_scale,
-            out=out,
-            lse=lse,
-            plan=plan,
-        )
+        call.facts = _check(_Arguments(*given), plan)
     kind: AttentionKind = call.facts
     num_tokens, num_heads, _ = q.shape
     if out is None:
@@ -152,15 +159,9 @@ def latent_attention(
             kind = replace(kind, num_kv_heads=plan.kind.num_kv_heads)
         plan.check(kind, q.dtype, num_tokens, seq_lens.shape[0])
         call.launches = list(_launches(plan, q, pages, page_table, scale=scale))
-    tensors = {
+    tensors = dict(zip(_POINTERS, given, strict=True))
+    tensors |= {
         "out_ptr": out,
-        "lse_ptr": lse,
-        "q_ptr": q,
-        "pages_ptr": pages,
-        "page_table_ptr": page_table,
-        "query_starts_ptr": query_starts,
-        "seq_lens_ptr": seq_lens,
-        "latent_scale_ptr": latent_scale,
         "sinks_ptr": None,
         "row_tile_requests_ptr": plan.row_tile_requests,
         "row_tile_indices_ptr": plan.row_tile_indices,
@@ -305,56 +306,44 @@ def _specialized_launch(
     )
 
 
-def _check(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    latent_dim: int,
-    is_causal: bool,
-    latent_scale: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    plan: AttentionPlan | None,
-) -> AttentionKind:
+def _check(given: _Arguments, plan: AttentionPlan | None) -> AttentionKind:
     """Check everything that follows from the signature of a call, and return its kind of layer.
 
     Raises:
         ValueError: If something does not fit.
     """
-    check_shape("q", q, (None, None, None))
-    num_tokens, num_heads, width = q.shape
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_rows("q", q)
-    check_shape("pages", pages, (None, None, width))
-    check_latent_pages(pages, latent_dim, q.dtype)
-    num_requests = check_page_table(page_table)
-    check_steps(query_starts, seq_lens, num_requests)
-    check_positive("scale", scale)
-    check_latent_scale(pages, latent_scale)
-    if out is not None:
-        check_shape("out", out, (num_tokens, num_heads, latent_dim))
-        check_dtype("out", out, (q.dtype,))
-        check_contiguous("out", out)
-    if lse is not None:
-        check_shape("lse", lse, (num_tokens, num_heads))
-        check_dtype("lse", lse, (torch.float32,))
-        check_contiguous("lse", lse)
+    check_shape("q", given.q, (None, None, None))
+    num_tokens, num_heads, width = given.q.shape
+    check_dtype("q", given.q, FLOAT_DTYPES)
+    check_rows("q", given.q)
+    check_shape("pages", given.pages, (None, None, width))
+    check_latent_pages(given.pages, given.latent_dim, given.q.dtype)
+    num_requests = check_page_table(given.page_table)
+    check_steps(given.query_starts, given.seq_lens, num_requests)
+    check_positive("scale", given.scale)
+    check_latent_scale(given.pages, given.latent_scale)
+    if given.out is not None:
+        check_shape("out", given.out, (num_tokens, num_heads, given.latent_dim))
+        check_dtype("out", given.out, (given.q.dtype,))
+        check_contiguous("out", given.out)
+    if given.lse is not None:
+        check_shape("lse", given.lse, (num_tokens, num_heads))
+        check_dtype("lse", given.lse, (torch.float32,))
+        check_contiguous("lse", given.lse)
     check_same_device(
-        q=q,
-        pages=pages,
-        page_table=page_table,
-        query_starts=query_starts,
-        latent_scale=latent_scale,
-        out=out,
-        lse=lse,
+        q=given.q,
+        pages=given.pages,
+        page_table=given.page_table,
+        query_starts=given.query_starts,
+        latent_scale=given.latent_scale,
+        out=given.out,
+        lse=given.lse,
         plan=None if plan is None else plan.unit_starts,
     )
-    check_no_gradients(q=q, pages=pages, out=out, lse=lse)
-    return latent_kind_of(q, pages, latent_dim=latent_dim, is_causal=is_causal)
+    check_no_gradients(q=given.q, pages=given.pages, out=given.out, lse=given.lse)
+    return latent_kind_of(
+        given.q, given.pages, latent_dim=given.latent_dim, is_causal=given.is_causal
+    )
 
 
 def latent_kind_of(

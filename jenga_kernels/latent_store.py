@@ -1,5 +1,7 @@
 """Writing of latents and rotary keys into a paged cache."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -13,13 +15,26 @@ from jenga_kernels.checks.tensors import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import latent_store as reference
 from jenga_kernels.triton.latent.store import latent_store_kernel
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
 
 _calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `latent_store`, in the same order."""
+
+    latents: torch.Tensor
+    rotary_keys: torch.Tensor
+    pages: torch.Tensor
+    slots: torch.Tensor
+    latent_scale: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.latent_store)
@@ -52,72 +67,53 @@ def latent_store(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    call = call_like(_calls, latents, rotary_keys, pages, slots, latent_scale)
+    given = (latents, rotary_keys, pages, slots, latent_scale)
+    call = call_like(_calls, *given)
     if call.launches is None:
-        call.launches = _launches(latents, rotary_keys, pages, slots, latent_scale)
-    call.run(
-        {
-            "pages_ptr": pages,
-            "latents_ptr": latents,
-            "rotary_keys_ptr": rotary_keys,
-            "slots_ptr": slots,
-            "latent_scale_ptr": latent_scale,
-        }
-    )
+        call.launches = _launches(_Arguments(*given))
+    call.run(dict(zip(_POINTERS, given, strict=True)))
 
 
-def _launches(
-    latents: torch.Tensor,
-    rotary_keys: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    latent_scale: torch.Tensor | None,
-) -> list[Launch]:
+def _launches(given: _Arguments) -> list[Launch]:
     """Check everything that follows from the signature of a call, and list its launches.
 
     Raises:
         ValueError: If something does not fit.
     """
-    check_shape("latents", latents, (None, None))
-    num_tokens, latent_dim = latents.shape
-    check_dtype("latents", latents, FLOAT_DTYPES)
-    page_tokens, rotary_dim = check_latent_pages(pages, latent_dim, latents.dtype)
-    check_shape("rotary_keys", rotary_keys, (num_tokens, rotary_dim))
-    check_dtype("rotary_keys", rotary_keys, (latents.dtype,))
-    check_shape("slots", slots, (num_tokens,))
-    check_dtype("slots", slots, (torch.int64,))
-    if slots.numel() > 1 and slots.stride(0) != 1:
-        msg = f"slots must be contiguous, got stride {slots.stride(0)}"
+    check_shape("latents", given.latents, (None, None))
+    num_tokens, latent_dim = given.latents.shape
+    check_dtype("latents", given.latents, FLOAT_DTYPES)
+    page_tokens, rotary_dim = check_latent_pages(given.pages, latent_dim, given.latents.dtype)
+    check_shape("rotary_keys", given.rotary_keys, (num_tokens, rotary_dim))
+    check_dtype("rotary_keys", given.rotary_keys, (given.latents.dtype,))
+    check_shape("slots", given.slots, (num_tokens,))
+    check_dtype("slots", given.slots, (torch.int64,))
+    if given.slots.numel() > 1 and given.slots.stride(0) != 1:
+        msg = f"slots must be contiguous, got stride {given.slots.stride(0)}"
         raise ValueError(msg)
-    check_rows("latents", latents)
-    check_rows("rotary_keys", rotary_keys)
-    check_apart("pages", pages)
-    check_latent_scale(pages, latent_scale)
-    check_no_gradients(latents=latents, rotary_keys=rotary_keys, pages=pages)
-    check_same_device(
-        latents=latents,
-        rotary_keys=rotary_keys,
-        pages=pages,
-        slots=slots,
-        latent_scale=latent_scale,
-    )
+    check_rows("latents", given.latents)
+    check_rows("rotary_keys", given.rotary_keys)
+    check_apart("pages", given.pages)
+    check_latent_scale(given.pages, given.latent_scale)
+    check_no_gradients(latents=given.latents, rotary_keys=given.rotary_keys, pages=given.pages)
+    check_same_device(**given._asdict())
     if num_tokens == 0:
         return []
-    tiles = copy_tiles(machine_of(latents.device), latent_dim)
-    stride_page, stride_slot, _ = strides(pages)
+    tiles = copy_tiles(machine_of(given.latents.device), latent_dim)
+    stride_page, stride_slot, _ = strides(given.pages)
     constants = {
         "num_tokens": num_tokens,
         "stride_pages_page": stride_page,
         "stride_pages_slot": stride_slot,
-        "stride_latents_token": latents.stride(0),
-        "stride_rotary_keys_token": rotary_keys.stride(0),
+        "stride_latents_token": given.latents.stride(0),
+        "stride_rotary_keys_token": given.rotary_keys.stride(0),
         "LATENT_DIM": latent_dim,
         "ROTARY_DIM": rotary_dim,
         "PAGE_TOKENS": page_tokens,
         "BLOCK_ROWS": tiles.block_rows,
         "BLOCK_LATENT": power_of_two(latent_dim),
         "BLOCK_ROTARY": power_of_two(rotary_dim),
-        "THREAD_ELEMENTS": LOAD_BYTES // latents.element_size(),
+        "THREAD_ELEMENTS": LOAD_BYTES // given.latents.element_size(),
         "num_warps": tiles.num_warps,
         "enable_fp_fusion": True,
     }

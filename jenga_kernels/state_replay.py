@@ -1,6 +1,9 @@
 """The recurrence of a selective state space model for a few tokens, mostly without state writes."""
 
+from typing import NamedTuple
+
 import torch
+import triton
 
 from jenga_kernels.checks.histories import InputHistory, check_history_part, check_replay
 from jenga_kernels.checks.states import (
@@ -9,8 +12,8 @@ from jenga_kernels.checks.states import (
     check_recurrence,
     per_channel,
 )
-from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape
-from jenga_kernels.launches import launch, taken_by, with_reference
+from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference import state_replay as reference
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import (
@@ -32,6 +35,36 @@ from jenga_kernels.triton.recurrent.tiles import (
     state_replay_tiles,
     token_replay_tiles,
 )
+
+_calls: Calls = {}
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `state_replay`, in the same order, with the tensors of the history."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    history_x: torch.Tensor
+    history_dt: torch.Tensor
+    history_B: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    slots: torch.Tensor
+    computed_tokens: torch.Tensor
+    state_tokens: torch.Tensor
+    next_state_tokens: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    dt_softplus: bool
+    dt_limits: tuple[float, float]
+    query_starts: torch.Tensor | None
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.state_replay)
@@ -106,168 +139,197 @@ def state_replay(
     Source: ReplaySSM of vLLM (vllm-project/vllm). Its steps do not write the state. They multiply
         the inputs of the tokens since then with the output projections.
     """
-    check_shape("A", A, (None,))
-    check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
-    num_tokens, num_heads, head_dim = x.shape
-    num_slots, _, _, d_state = states.shape
-    num_groups = B.shape[1]
-    history_tokens = _check_history(history, x, states, num_groups)
-    num_requests = check_replay(
+    given = (
+        out,
+        states,
+        history.x,
+        history.dt,
+        history.B,
+        x,
+        dt,
+        A,
+        B,
+        C,
         slots,
+        computed_tokens,
+        state_tokens,
+        next_state_tokens,
+        D,
+        z,
+        dt_bias,
+        dt_softplus,
+        dt_limits,
         query_starts,
-        computed_tokens=computed_tokens,
-        state_tokens=state_tokens,
-        next_state_tokens=next_state_tokens,
+    )
+    call = call_like(_calls, *given)
+    if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
+        call.launches = _launches(_Arguments(*given))
+    tensors = dict(zip(_POINTERS, given, strict=True))
+    if query_starts is None:
+        width = _weights_width(history.x.shape[2])
+        tensors["weights_ptr"] = x.new_empty(*x.shape[:2], width, dtype=torch.float32)
+    call.run(tensors)
+
+
+def _launches(given: _Arguments) -> list[Launch]:
+    """Check a call, and list the launches of a step.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
+    check_shape("A", given.A, (None,))
+    check_recurrence(
+        given.out,
+        given.states,
+        given.x,
+        given.dt,
+        given.A,
+        given.B,
+        given.C,
+        D=given.D,
+        z=given.z,
+        dt_bias=given.dt_bias,
+        dt_limits=given.dt_limits,
+    )
+    num_tokens, num_heads, head_dim = given.x.shape
+    num_slots, _, _, d_state = given.states.shape
+    _check_history(given)
+    history_tokens = given.history_x.shape[2]
+    num_requests = check_replay(
+        given.slots,
+        given.query_starts,
+        computed_tokens=given.computed_tokens,
+        state_tokens=given.state_tokens,
+        next_state_tokens=given.next_state_tokens,
         num_tokens=num_tokens,
         num_slots=num_slots,
         history_tokens=history_tokens,
     )
-    check_same_device(x=x, slots=slots)
+    check_same_device(x=given.x, slots=given.slots)
     if num_requests == 0:
-        return
-    D = per_channel(D, num_heads, head_dim)
-    heads_per_group = num_heads // num_groups
-    machine = machine_of(x.device)
-    stride_slot, stride_head, stride_dim, _ = strides(states)
-    arguments = {
-        "out_ptr": out,
-        "states_ptr": states,
-        "history_x_ptr": history.x,
-        "history_dt_ptr": history.dt,
-        "history_B_ptr": history.B,
-        "x_ptr": x,
-        "dt_ptr": dt,
-        "A_ptr": A,
-        "B_ptr": B,
-        "C_ptr": C,
-        "D_ptr": D,
-        "z_ptr": z,
-        "dt_bias_ptr": dt_bias,
-        "query_starts_ptr": query_starts,
-        "slots_ptr": slots,
-        "computed_tokens_ptr": computed_tokens,
-        "state_tokens_ptr": state_tokens,
-        "next_state_tokens_ptr": next_state_tokens,
-        "dt_min": dt_limits[0],
-        "dt_max": dt_limits[1],
-        "stride_out_token": strides(out)[0],
-        "stride_out_head": strides(out)[1],
+        return []
+    D = per_channel(given.D, num_heads, head_dim)
+    machine = machine_of(given.x.device)
+    stride_slot, stride_head, stride_dim, _ = strides(given.states)
+    constants = {
+        "dt_min": given.dt_limits[0],
+        "dt_max": given.dt_limits[1],
+        "stride_out_token": strides(given.out)[0],
+        "stride_out_head": strides(given.out)[1],
         "stride_states_slot": stride_slot,
         "stride_states_head": stride_head,
         "stride_states_dim": stride_dim,
-        "stride_history_x_slot": strides(history.x)[0],
-        "stride_history_x_head": strides(history.x)[1],
-        "stride_history_x_token": strides(history.x)[2],
-        "stride_history_dt_slot": strides(history.dt)[0],
-        "stride_history_dt_head": strides(history.dt)[1],
-        "stride_history_B_slot": strides(history.B)[0],
-        "stride_history_B_group": strides(history.B)[1],
-        "stride_history_B_token": strides(history.B)[2],
-        "stride_x_token": strides(x)[0],
-        "stride_x_head": strides(x)[1],
-        "stride_dt_token": strides(dt)[0],
-        "stride_dt_head": strides(dt)[1],
-        "stride_B_token": strides(B)[0],
-        "stride_B_group": strides(B)[1],
-        "stride_C_token": strides(C)[0],
-        "stride_C_group": strides(C)[1],
+        "stride_history_x_slot": strides(given.history_x)[0],
+        "stride_history_x_head": strides(given.history_x)[1],
+        "stride_history_x_token": strides(given.history_x)[2],
+        "stride_history_dt_slot": strides(given.history_dt)[0],
+        "stride_history_dt_head": strides(given.history_dt)[1],
+        "stride_history_B_slot": strides(given.history_B)[0],
+        "stride_history_B_group": strides(given.history_B)[1],
+        "stride_history_B_token": strides(given.history_B)[2],
+        "stride_x_token": strides(given.x)[0],
+        "stride_x_head": strides(given.x)[1],
+        "stride_dt_token": strides(given.dt)[0],
+        "stride_dt_head": strides(given.dt)[1],
+        "stride_B_token": strides(given.B)[0],
+        "stride_B_group": strides(given.B)[1],
+        "stride_C_token": strides(given.C)[0],
+        "stride_C_group": strides(given.C)[1],
         "stride_D_head": 0 if D is None else D.stride(0),
         "stride_D_dim": 0 if D is None else D.stride(1),
-        "stride_z_token": 0 if z is None else strides(z)[0],
-        "stride_z_head": 0 if z is None else strides(z)[1],
-        "stride_slots": slots.stride(0),
-        "HEADS_PER_GROUP": heads_per_group,
+        "stride_z_token": 0 if given.z is None else strides(given.z)[0],
+        "stride_z_head": 0 if given.z is None else strides(given.z)[1],
+        "stride_slots": given.slots.stride(0),
+        "HEADS_PER_GROUP": num_heads // given.B.shape[1],
         "HEAD_DIM": head_dim,
         "D_STATE": d_state,
         "HISTORY_TOKENS": history_tokens,
-        "IS_SOFTPLUS": dt_softplus,
-        "HAS_LIMITS": dt_limits != (0.0, float("inf")),
+        "IS_SOFTPLUS": given.dt_softplus,
+        "HAS_LIMITS": given.dt_limits != (0.0, float("inf")),
         "BLOCK_N": max(2 * LEAST_PRODUCT, power_of_two(d_state)),
-        "BLOCK_L": max(LEAST_PRODUCT, power_of_two(history_tokens)),
+        "BLOCK_L": _block_history(history_tokens),
         "enable_fp_fusion": True,
     }
-    block_line = max(LEAST_PRODUCT, line_elements(machine, d_state, states.element_size()))
-    if query_starts is None:
-        _replay_token(machine, arguments | {"BLOCK_LINE": block_line}, x, states, heads_per_group)
-        return
+    line = line_elements(machine, d_state, given.states.element_size())
+    block_line = {"BLOCK_LINE": max(LEAST_PRODUCT, line)}
+    if given.query_starts is None:
+        return _token_launches(machine, constants | block_line, given)
     tiles = state_replay_tiles(
         machine,
         head_dim,
         d_state,
-        state_element_bytes=states.element_size(),
-        input_element_bytes=x.element_size(),
+        state_element_bytes=given.states.element_size(),
+        input_element_bytes=given.x.element_size(),
         history_tokens=history_tokens,
     )
-    arguments |= {
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32x3",
+    constants |= {
+        "PRECISION": "ieee" if given.x.dtype == torch.float32 else "tf32x3",
         "BLOCK_P": tiles.block_dims,
         "num_warps": tiles.num_warps,
     }
-    grid = (num_heads * -(-head_dim // tiles.block_dims), num_requests)
+    grid = (num_heads * triton.cdiv(head_dim, tiles.block_dims), num_requests)
     if tiles.is_at_once:
-        launch(state_replay_products_kernel, grid, x.device, **arguments)
-    else:
-        launch(state_replay_kernel, grid, x.device, **arguments, BLOCK_LINE=block_line)
+        return [Launch(kernel=state_replay_products_kernel, grid=grid, constants=constants)]
+    return [Launch(kernel=state_replay_kernel, grid=grid, constants=constants | block_line)]
 
 
-def _replay_token(
-    machine: Machine,
-    arguments: dict[str, object],
-    x: torch.Tensor,
-    states: torch.Tensor,
-    heads_per_group: int,
-) -> None:
-    """Serve one token of each request: compute the weights of histories, then read states."""
-    num_requests, num_heads, head_dim = x.shape
+def _token_launches(
+    machine: Machine, constants: dict[str, object], given: _Arguments
+) -> list[Launch]:
+    """List the launches for one token of each request: weights of histories, then states."""
+    num_requests, num_heads, head_dim = given.x.shape
+    heads_per_group = num_heads // given.B.shape[1]
     tiles = token_replay_tiles(
-        machine, num_requests * num_heads, heads_per_group, head_dim, states.shape[3]
+        machine, num_requests * num_heads, heads_per_group, head_dim, given.states.shape[3]
     )
-    width = int(arguments["BLOCK_L"]) + OTHERS
-    weights = torch.empty((num_requests, num_heads, width), dtype=torch.float32, device=x.device)
-    arguments |= {
-        "weights_ptr": weights,
+    width = _weights_width(given.history_x.shape[2])
+    constants |= {
         "stride_weights_request": num_heads * width,
         "WIDTH": width,
         "BLOCK_H": tiles.block_heads,
         "BLOCK_P": tiles.block_dims,
         "IS_OVERLAPPED": machine.has_dependent_launches,
     }
-    num_blocks = num_heads // heads_per_group * -(-heads_per_group // tiles.block_heads)
-    launch(
-        replay_weights_kernel,
-        (num_blocks, num_requests),
-        x.device,
-        **taken_by(replay_weights_kernel, arguments),
-        num_warps=tiles.weights_warps,
+    num_groups = num_heads // heads_per_group
+    num_blocks = num_groups * triton.cdiv(heads_per_group, tiles.block_heads)
+    weights = Launch(
+        kernel=replay_weights_kernel,
+        grid=(num_blocks, num_requests),
+        constants=constants | {"num_warps": tiles.weights_warps},
     )
-    num_blocks = num_heads * -(-head_dim // tiles.block_dims)
-    launch(
-        state_replay_token_kernel,
-        (num_blocks, num_requests),
-        x.device,
-        **taken_by(state_replay_token_kernel, arguments),
-        num_warps=tiles.num_warps,
-        **overlapping(machine),
+    num_blocks = num_heads * triton.cdiv(head_dim, tiles.block_dims)
+    states = Launch(
+        kernel=state_replay_token_kernel,
+        grid=(num_blocks, num_requests),
+        constants=constants | {"num_warps": tiles.num_warps} | overlapping(machine),
     )
+    return [weights, states]
 
 
-def _check_history(
-    history: InputHistory, x: torch.Tensor, states: torch.Tensor, num_groups: int
-) -> int:
-    """Check the tensors of a history; return history_tokens.
+def _block_history(history_tokens: int) -> int:
+    """Return the tokens of a tile that has all of a history."""
+    return max(LEAST_PRODUCT, power_of_two(history_tokens))
+
+
+def _weights_width(history_tokens: int) -> int:
+    """Return the number of weights that a head has for one token: of the history, and others."""
+    return _block_history(history_tokens) + OTHERS
+
+
+def _check_history(given: _Arguments) -> None:
+    """Check the tensors of a history.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    num_slots, num_heads, head_dim, d_state = states.shape
-    check_history_part("history.x", history.x, (num_slots, num_heads, None, head_dim), x.dtype)
-    history_tokens = history.x.shape[2]
-    sizes = (num_slots, num_groups, history_tokens, d_state)
-    check_history_part("history.B", history.B, sizes, x.dtype)
-    check_shape("history.dt", history.dt, (num_slots, num_heads, history_tokens))
-    check_dtype("history.dt", history.dt, (torch.float32,))
-    check_contiguous_rows("history.dt", history.dt)
-    check_not_expanded("history.dt", history.dt)
-    check_same_device(x=x, **{"history.x": history.x, "history.dt": history.dt})
-    check_same_device(x=x, **{"history.B": history.B})
-    return history_tokens
+    x, dt, B = given.history_x, given.history_dt, given.history_B
+    num_slots, num_heads, head_dim, d_state = given.states.shape
+    check_history_part("history.x", x, (num_slots, num_heads, None, head_dim), given.x.dtype)
+    history_tokens = x.shape[2]
+    sizes = (num_slots, given.B.shape[1], history_tokens, d_state)
+    check_history_part("history.B", B, sizes, given.x.dtype)
+    check_shape("history.dt", dt, (num_slots, num_heads, history_tokens))
+    check_dtype("history.dt", dt, (torch.float32,))
+    check_contiguous_rows("history.dt", dt)
+    check_not_expanded("history.dt", dt)
+    check_same_device(x=given.x, **{"history.x": x, "history.dt": dt, "history.B": B})

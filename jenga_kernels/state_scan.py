@@ -2,27 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 
 from jenga_kernels.checks.states import (
     Checkpoints,
-    check_checkpoints,
-    check_query_starts,
+    check_prompts,
     check_recurrence,
-    check_slots,
-    check_slots_apart,
     checkpoint_tensors,
     per_channel,
 )
-from jenga_kernels.checks.tensors import (
-    check_at_least,
-    check_same_device,
-    check_shape,
-    shows_values,
-)
-from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.checks.tensors import check_at_least, check_same_device, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, rebased, with_reference
 from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import Machine, machine_of, overlapping, power_of_two
@@ -69,6 +62,38 @@ _calls: Calls = {}
 
 _compiled: set[tuple[object, ...]] = set()
 """Kinds of calls for which all kernels have been compiled."""
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `state_scan`, in the same order, with the tensors of the checkpoints."""
+
+    out: torch.Tensor
+    states: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    query_starts: torch.Tensor
+    initial_slots: torch.Tensor
+    state_slots: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    dt_softplus: bool
+    dt_limits: tuple[float, float]
+    checkpoint_starts: torch.Tensor | None
+    checkpoint_after: torch.Tensor | None
+    checkpoint_slots: torch.Tensor | None
+    allow_tf32: bool
+    longest_tokens: int | None
+    segment_tokens: int | None
+    is_warp_specialized: bool | None
+    is_portable: bool
+    compile_ahead: bool
+
+
+_POINTERS = pointer_names(_Arguments)
 
 
 @with_reference(reference.state_scan)
@@ -163,9 +188,7 @@ def state_scan(
     State Spaces" (arXiv 2312.00752). Its form by chunks is section 6 of "Transformers are SSMs"
     (arXiv 2405.21060). Lightning attention is that of arXiv 2401.04658.
     """
-    kept = checkpoint_tensors(checkpoints)
-    call = call_like(
-        _calls,
+    given = (
         out,
         states,
         x,
@@ -181,7 +204,7 @@ def state_scan(
         dt_bias,
         dt_softplus,
         dt_limits,
-        *kept.values(),
+        *checkpoint_tensors(checkpoints),
         allow_tf32,
         longest_tokens,
         segment_tokens,
@@ -189,104 +212,101 @@ def state_scan(
         is_portable,
         compile_ahead,
     )
+    call = call_like(_calls, *given)
     is_first = call.launches is None
     if is_first or shows_values(x):  # on a CPU, values are checked in every call
-        check_recurrence(
-            out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits
-        )
-        num_slots = states.shape[0]
-        num_requests = check_query_starts(query_starts, x.shape[0])
-        check_shape("initial_slots", initial_slots, (num_requests,))
-        check_shape("state_slots", state_slots, (num_requests,))
-        check_slots("initial_slots", initial_slots, num_slots)
-        check_slots("state_slots", state_slots, num_slots)
-        check_checkpoints(checkpoints, query_starts, num_slots)
-        check_same_device(
-            x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
-        )
-        check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
-        _check_segments(longest_tokens, segment_tokens, is_per_channel=A.dim() > 1)
-    tensors = {
-        "out_ptr": out,
-        "states_ptr": states,
-        "x_ptr": x,
-        "dt_ptr": dt,
-        "A_ptr": A,
-        "B_ptr": B,
-        "C_ptr": C,
-        "D_ptr": D,
-        "z_ptr": z,
-        "dt_bias_ptr": dt_bias,
-        "query_starts_ptr": query_starts,
-        "initial_slots_ptr": initial_slots,
-        "state_slots_ptr": state_slots,
-        **kept,
-    }
+        _check(_Arguments(*given), checkpoints)
     if is_first:
-        _, num_heads, head_dim = x.shape
-        num_requests, d_state = len(state_slots), states.shape[3]
-        machine = machine_of(x.device)
-        stride_slot, stride_head, stride_dim, _ = strides(states)
-        D_rows = per_channel(D, num_heads, head_dim)
-        constants = {
-            "dt_min": dt_limits[0],
-            "dt_max": dt_limits[1],
-            "stride_out_token": strides(out)[0],
-            "stride_out_head": strides(out)[1],
-            "stride_states_slot": stride_slot,
-            "stride_states_head": stride_head,
-            "stride_states_dim": stride_dim,
-            "stride_x_token": strides(x)[0],
-            "stride_x_head": strides(x)[1],
-            "stride_dt_token": strides(dt)[0],
-            "stride_dt_head": strides(dt)[1],
-            "stride_B_token": strides(B)[0],
-            "stride_B_group": strides(B)[1],
-            "stride_C_token": strides(C)[0],
-            "stride_C_group": strides(C)[1],
-            "stride_D_head": 0 if D_rows is None else D_rows.stride(0),
-            "stride_D_dim": 0 if D_rows is None else D_rows.stride(1),
-            "stride_z_token": 0 if z is None else strides(z)[0],
-            "stride_z_head": 0 if z is None else strides(z)[1],
-            "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
-            "stride_initial": initial_slots.stride(0),
-            "stride_slots": state_slots.stride(0),
-            "HEADS_PER_GROUP": num_heads // B.shape[1],
-            "HEAD_DIM": head_dim,
-            "D_STATE": d_state,
-            "IS_SOFTPLUS": dt_softplus,
-            "HAS_LIMITS": dt_limits != (0.0, float("inf")),
-            "enable_fp_fusion": True,
-        }
-        if num_requests == 0:
-            call.launches = []
-        elif A.dim() > 1:
-            # Every state element has its own decay, and one tile has all of a channel's.
-            tiles = channel_scan_tiles(machine, head_dim, d_state)
-            sizes = _sizes(tiles, d_state) | {"BLOCK_T": tiles.block_tokens}
-            num_programs = triton.cdiv(head_dim, tiles.block_dims) * num_heads
-            call.launches = [
-                Launch(
-                    kernel=state_scan_channels_kernel,
-                    grid=(num_programs, num_requests),
-                    constants=constants | sizes,
-                )
-            ]
-        else:
-            call.launches, call.facts = _head_launches(
-                machine,
-                constants,
-                tensors,
-                allow_tf32=allow_tf32,
-                longest_tokens=longest_tokens,
-                segment_tokens=segment_tokens,
-                is_warp_specialized=is_warp_specialized,
-                is_portable=is_portable,
-                compile_ahead=compile_ahead,
-            )
+        call.launches, call.facts = _launches(_Arguments(*given))
+    tensors = dict(zip(_POINTERS, given, strict=True))
     if call.facts is not None:
         tensors |= _room_for_segments(states, call.facts)
     call.run(tensors)
+
+
+def _check(given: _Arguments, checkpoints: Checkpoints | None) -> None:
+    """Check a call.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
+    check_recurrence(
+        given.out,
+        given.states,
+        given.x,
+        given.dt,
+        given.A,
+        given.B,
+        given.C,
+        D=given.D,
+        z=given.z,
+        dt_bias=given.dt_bias,
+        dt_limits=given.dt_limits,
+    )
+    check_prompts(
+        given.query_starts,
+        given.initial_slots,
+        given.state_slots,
+        checkpoints,
+        num_tokens=given.x.shape[0],
+        num_slots=given.states.shape[0],
+    )
+    check_same_device(x=given.x, query_starts=given.query_starts)
+    _check_segments(given.longest_tokens, given.segment_tokens, is_per_channel=given.A.dim() > 1)
+
+
+def _launches(given: _Arguments) -> tuple[list[Launch], int | None]:
+    """List the launches of a call, and count the segments of its requests: None if they are uncut.
+
+    Args:
+        given: Arguments of the call, which have been checked.
+    """
+    _, num_heads, head_dim = given.x.shape
+    num_requests, d_state = len(given.state_slots), given.states.shape[3]
+    if num_requests == 0:
+        return [], None
+    machine = machine_of(given.x.device)
+    stride_slot, stride_head, stride_dim, _ = strides(given.states)
+    D = per_channel(given.D, num_heads, head_dim)
+    constants = {
+        "dt_min": given.dt_limits[0],
+        "dt_max": given.dt_limits[1],
+        "stride_out_token": strides(given.out)[0],
+        "stride_out_head": strides(given.out)[1],
+        "stride_states_slot": stride_slot,
+        "stride_states_head": stride_head,
+        "stride_states_dim": stride_dim,
+        "stride_x_token": strides(given.x)[0],
+        "stride_x_head": strides(given.x)[1],
+        "stride_dt_token": strides(given.dt)[0],
+        "stride_dt_head": strides(given.dt)[1],
+        "stride_B_token": strides(given.B)[0],
+        "stride_B_group": strides(given.B)[1],
+        "stride_C_token": strides(given.C)[0],
+        "stride_C_group": strides(given.C)[1],
+        "stride_D_head": 0 if D is None else D.stride(0),
+        "stride_D_dim": 0 if D is None else D.stride(1),
+        "stride_z_token": 0 if given.z is None else strides(given.z)[0],
+        "stride_z_head": 0 if given.z is None else strides(given.z)[1],
+        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        "stride_initial": given.initial_slots.stride(0),
+        "stride_slots": given.state_slots.stride(0),
+        "HEADS_PER_GROUP": num_heads // given.B.shape[1],
+        "HEAD_DIM": head_dim,
+        "D_STATE": d_state,
+        "IS_SOFTPLUS": given.dt_softplus,
+        "HAS_LIMITS": given.dt_limits != (0.0, float("inf")),
+        "enable_fp_fusion": True,
+    }
+    if given.A.dim() == 1:
+        return _head_launches(machine, constants, given)
+    # Every state element has its own decay, and one tile has all of a channel's.
+    tiles = channel_scan_tiles(machine, head_dim, d_state)
+    sizes = _sizes(tiles, d_state) | {"BLOCK_T": tiles.block_tokens}
+    num_programs = triton.cdiv(head_dim, tiles.block_dims) * num_heads
+    grid = (num_programs, num_requests)
+    launch = Launch(kernel=state_scan_channels_kernel, grid=grid, constants=constants | sizes)
+    return [launch], None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,63 +344,43 @@ class HeadsKernels:
 def _head_launches(
     machine: Machine,
     constants: dict[str, object],
-    tensors: dict[str, torch.Tensor | None],
-    *,
-    allow_tf32: bool,
-    longest_tokens: int | None,
-    segment_tokens: int | None,
-    is_warp_specialized: bool | None,
-    is_portable: bool,
-    compile_ahead: bool,
+    given: _Arguments,
 ) -> tuple[list[Launch], int | None]:
     """List the launches of a call with one decay per head; count its segments, None if uncut."""
-    x, dt, B, C, z, states = (
-        tensors[f"{name}_ptr"] for name in ("x", "dt", "B", "C", "z", "states")
-    )
-    num_tokens, num_requests = x.shape[0], len(tensors["state_slots_ptr"])
-    hopper_tiles = None if is_portable else hopper_scan_tiles(machine, x, B, C, z)
+    num_tokens, num_requests = given.x.shape[0], len(given.state_slots)
+    hopper_tiles = None
+    if not given.is_portable:
+        hopper_tiles = hopper_scan_tiles(machine, given.x, given.B, given.C, given.z)
     if hopper_tiles is None:
-        kernels = _portable_kernels(machine, x, B, num_requests, allow_tf32=allow_tf32)
+        kernels = _portable_kernels(machine, given)
     else:
-        kernels = _hopper_kernels(x, dt, B, C, hopper_tiles, is_warp_specialized)
+        kernels = _hopper_kernels(given, hopper_tiles)
     constants = constants | kernels.arguments
+    segment_tokens = given.segment_tokens
     if segment_tokens is None:
         segment_tokens = scan_segment_tokens(
             machine,
-            d_state=B.shape[2],
+            d_state=given.B.shape[2],
             num_programs=kernels.num_programs,
             num_requests=num_requests,
             num_tokens=num_tokens,
-            longest_tokens=longest_tokens,
+            longest_tokens=given.longest_tokens,
         )
-    if compile_ahead and not machine.is_interpreter:
-        kinds = [(tensor.dtype, tensor.shape[1:]) for tensor in (x, dt, B, states)]
-        flags = [constants[name] for name in ("dt_min", "dt_max", "IS_SOFTPLUS")]
-        given = [tensor is None for tensor in tensors.values()]
-        kind = (kernels.scan, kernels.lone_scan, *kinds, *flags, *given)
-        if kind not in _compiled:
-            _compiled.add(kind)
-            _compile_others(kernels, machine, constants, tensors)
-    longest_tokens = num_tokens if longest_tokens is None else longest_tokens
+    if given.compile_ahead and not machine.is_interpreter:
+        _compile_others(kernels, machine, constants, given)
+    longest_tokens = num_tokens if given.longest_tokens is None else given.longest_tokens
     if segment_tokens is None or segment_tokens >= longest_tokens:
         return [kernels.scan_launch(machine, num_requests, constants | UNCUT)], None
     # An upper bound for any distribution of tokens over requests. Programs in excess end at once.
     num_segments = num_requests + (num_tokens - 1) // segment_tokens
-    cut = constants | _cut(machine, states, num_requests, segment_tokens)
+    cut = constants | _cut(machine, given.states, num_requests, segment_tokens)
     launches = _segment_launches(
         kernels, machine, cut, num_requests=num_requests, num_segments=num_segments
     )
     return list(launches), num_segments
 
 
-def _hopper_kernels(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    tiles: ScanTiles,
-    is_warp_specialized: bool | None,
-) -> HeadsKernels:
+def _hopper_kernels(given: _Arguments, tiles: ScanTiles) -> HeadsKernels:
     """Choose kernels for Hopper, for one decay per head."""
     # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.mamba.hopper.scan import (  # noqa: PLC0415
@@ -396,44 +396,46 @@ def _hopper_kernels(
     from jenga_kernels.triton.recurrent.hopper.chunks import chunk_descriptor  # noqa: PLC0415
 
     arguments = {
-        "x_descriptor": rebased(chunk_descriptor(x), None),
-        "B_descriptor": rebased(chunk_descriptor(B), None),
-        "C_descriptor": rebased(chunk_descriptor(C), None),
+        "x_descriptor": rebased(chunk_descriptor(given.x), None),
+        "B_descriptor": rebased(chunk_descriptor(given.B), None),
+        "C_descriptor": rebased(chunk_descriptor(given.C), None),
         # A wide state leaves no registers for values read back from shared memory.
-        "dt_descriptor": (rebased(steps_descriptor(dt), None) if tiles.state_parts == 1 else None),
+        "dt_descriptor": (
+            rebased(steps_descriptor(given.dt), None) if tiles.state_parts == 1 else None
+        ),
         "STAGES": LONE_STAGES if tiles.state_parts == 1 else LONE_STAGES - 1,
     }
-    scan = state_scan_specialized_kernel if is_warp_specialized else state_scan_hopper_kernel
+    is_specialized = given.is_warp_specialized
+    scan = state_scan_specialized_kernel if is_specialized else state_scan_hopper_kernel
     return HeadsKernels(
         scan=scan,
-        lone_scan=scan if is_warp_specialized is not None else state_scan_specialized_kernel,
+        lone_scan=scan if is_specialized is not None else state_scan_specialized_kernel,
         segment_states=segment_states_hopper_kernel,
-        num_programs=x.shape[1] * x.shape[2] // tiles.block_dims,
-        arguments=arguments | _sizes(tiles, B.shape[2]),
+        num_programs=given.x.shape[1] * given.x.shape[2] // tiles.block_dims,
+        arguments=arguments | _sizes(tiles, given.B.shape[2]),
         descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("x", "B", "C", "dt")),
     )
 
 
-def _portable_kernels(
-    machine: Machine, x: torch.Tensor, B: torch.Tensor, num_requests: int, *, allow_tf32: bool
-) -> HeadsKernels:
+def _portable_kernels(machine: Machine, given: _Arguments) -> HeadsKernels:
     """Choose generic kernels, for one decay per head."""
-    _, num_heads, head_dim = x.shape
-    d_state = B.shape[2]
+    _, num_heads, head_dim = given.x.shape
+    d_state = given.B.shape[2]
     tiles = head_scan_tiles(
         machine,
         head_dim,
         d_state,
-        x.element_size(),
-        num_scans=num_heads * num_requests,
-        allow_tf32=allow_tf32,
+        given.x.element_size(),
+        num_scans=num_heads * len(given.state_slots),
+        allow_tf32=given.allow_tf32,
     )
     return HeadsKernels(
         scan=state_scan_heads_kernel,
         lone_scan=state_scan_heads_kernel,
         segment_states=segment_states_kernel,
         num_programs=triton.cdiv(head_dim, tiles.block_dims) * num_heads,
-        arguments={"BLOCK_T": tiles.block_tokens, "IS_TF32": allow_tf32} | _sizes(tiles, d_state),
+        arguments={"BLOCK_T": tiles.block_tokens, "IS_TF32": given.allow_tf32}
+        | _sizes(tiles, d_state),
     )
 
 
@@ -466,16 +468,27 @@ def _compile_others(
     kernels: HeadsKernels,
     machine: Machine,
     constants: dict[str, object],
-    tensors: dict[str, torch.Tensor | None],
+    given: _Arguments,
 ) -> None:
     """Compile kernels for other numbers of requests and tokens, so that no call waits for it.
+
+    This is done once for each kind of call.
 
     Args:
         kernels: Kernels that such calls choose from.
         machine: GPU that runs them.
         constants: Constants of one such call.
-        tensors: Tensors of the same call.
+        given: Arguments of the same call.
     """
+    kinds = [(rows.dtype, rows.shape[1:]) for rows in (given.x, given.dt, given.B, given.states)]
+    flags = [constants[name] for name in ("dt_min", "dt_max", "IS_SOFTPLUS")]
+    optional = (given.D, given.z, given.dt_bias, given.checkpoint_starts)
+    are_none = [tensor is None for tensor in optional]
+    kind = (kernels.scan, kernels.lone_scan, *kinds, *flags, *are_none)
+    if kind in _compiled:
+        return
+    _compiled.add(kind)
+    tensors = dict(zip(_POINTERS, given, strict=True))
     for kernel in {kernels.scan, kernels.lone_scan}:
         uncut = Launch(
             kernel=kernel,
@@ -485,9 +498,8 @@ def _compile_others(
         )
         uncut.compile(tensors)
     if LEAST_SEGMENTS * kernels.num_programs <= machine.num_processors:
-        states = tensors["states_ptr"]
-        cut = constants | _cut(machine, states, 1, CHUNK_TOKENS)
-        tensors = tensors | _room_for_segments(states, 1)
+        cut = constants | _cut(machine, given.states, 1, CHUNK_TOKENS)
+        tensors = tensors | _room_for_segments(given.states, 1)
         for launch in _segment_launches(kernels, machine, cut, num_requests=1, num_segments=1):
             launch.compile(tensors)
 

@@ -17,6 +17,15 @@ MAX_KEY_DIM = 128
 """Greatest head_k_dim. All known models have it; the tiles of wider keys would not fit."""
 
 
+def has_channel_decays(gates: torch.Tensor) -> bool:
+    """Whether every key channel has its own decay.
+
+    Args:
+        gates: [num_tokens, num_v_heads] or [num_tokens, num_v_heads, head_k_dim].
+    """
+    return gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+
+
 def check_delta_rule(
     out: torch.Tensor,
     states: torch.Tensor,
@@ -48,8 +57,7 @@ def check_delta_rule(
     check_shape("k", k, q.shape)
     check_shape("out", out, v.shape)
     check_shape("states", states, (None, num_v_heads, head_v_dim, head_k_dim))
-    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
-    per_head = (num_v_heads, head_k_dim) if is_per_channel else (num_v_heads,)
+    per_head = (num_v_heads, head_k_dim) if has_channel_decays(gates) else (num_v_heads,)
     check_shape("gates", gates, (num_tokens, *per_head))
     check_shape("betas", betas, (num_tokens, num_v_heads))
     if A_log is not None:

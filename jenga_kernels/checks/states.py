@@ -43,20 +43,13 @@ class Checkpoints:
     slots: torch.Tensor
 
 
-def checkpoint_tensors(checkpoints: Checkpoints | None) -> dict[str, torch.Tensor | None]:
-    """Get the tensors of checkpoints by the names of kernels' arguments; all None without any."""
+def checkpoint_tensors(
+    checkpoints: Checkpoints | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return starts, after_tokens and slots of checkpoints; each is None without checkpoints."""
     if checkpoints is None:
-        return NO_CHECKPOINTS
-    return {
-        "checkpoint_starts_ptr": checkpoints.starts,
-        "checkpoint_after_ptr": checkpoints.after_tokens,
-        "checkpoint_slots_ptr": checkpoints.slots,
-    }
-
-
-NO_CHECKPOINTS: dict[str, torch.Tensor | None] = dict.fromkeys(
-    ("checkpoint_starts_ptr", "checkpoint_after_ptr", "checkpoint_slots_ptr")
-)
+        return None, None, None
+    return checkpoints.starts, checkpoints.after_tokens, checkpoints.slots
 
 
 def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
@@ -176,6 +169,42 @@ def check_checkpoints(
                 f"{length} tokens, got {after}"
             )
             raise ValueError(msg)
+
+
+def check_prompts(
+    query_starts: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    checkpoints: Checkpoints | None,
+    *,
+    num_tokens: int,
+    num_slots: int,
+) -> int:
+    """Check the requests, slots and checkpoints of a scan over prompts; return num_requests.
+
+    Values are checked only on the CPU.
+
+    Args:
+        query_starts: First token of each request, then the number of tokens.
+        initial_slots: Slot from which each request's state is read.
+        state_slots: Slot to which each request's last state is written.
+        checkpoints: States to write in addition to the last ones.
+        num_tokens: Number of tokens of the call.
+        num_slots: Number of slots of the states.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, device or value does not fit.
+    """
+    num_requests = check_query_starts(query_starts, num_tokens)
+    slots = {"initial_slots": initial_slots, "state_slots": state_slots}
+    for name, tensor in slots.items():
+        check_shape(name, tensor, (num_requests,))
+    for name, tensor in slots.items():
+        check_slots(name, tensor, num_slots)
+    check_checkpoints(checkpoints, query_starts, num_slots)
+    check_same_device(query_starts=query_starts, **slots)
+    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
+    return num_requests
 
 
 def check_steps(

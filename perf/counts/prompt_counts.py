@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from jenga_kernels.triton.recurrent.tiles import CHUNK_TOKENS
-from perf.harness.compiled_launches import Counted, compiled_by, kinds
+from perf.harness.compiled_launches import TILE_WIDTH, Counted, compiled_by, kinds
 from perf.kernels import bench_conv_update, bench_delta, bench_state_scan
 from perf.shapes.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
 from perf.shapes.state_shapes import (
@@ -31,14 +31,14 @@ Constants = dict[str, int]
 Turns = Callable[[Constants, int], tuple[float, ...]]
 
 HEADER = f"""\
-{"prompt of one request":32} {"kernel":42} {"registers":>9} {"programs":>8} {"spilled":>7} \
-{"executed":>8} {"per Ki":>7}  by kind, of all its code"""
+{"prompt of one request":32} {"kernel":42} {"registers":>9} {"shared":>6} {"programs":>8} \
+{"spilled":>7} {"executed":>8} {"per Ki":>7}  {"tile":{TILE_WIDTH}}  by kind, of all its code"""
 
 LEGEND = (
-    f"prompts of {PROMPT_TOKENS} tokens; registers of a thread; programs that fit on a processor;",
-    "bytes a thread spills; instructions that a warp executes, what is skipped outside of loops",
-    "included; of all warps for 1024 tokens times channels; of a kernel that is tuned, the tiles",
-    "with the fewest",
+    f"prompts of {PROMPT_TOKENS} tokens; registers of a thread; KiB of shared memory of a program;",
+    "programs that fit on an SM; bytes a thread spills; instructions that a warp executes,",
+    "what is skipped outside of loops included; of all warps for 1024 tokens times channels; sizes",
+    "of blocks; of a kernel that is tuned, the tiles with the fewest instructions",
 )
 
 
@@ -205,11 +205,12 @@ def rows(prompt: Prompt) -> list[str]:
     unit = PROMPT_TOKENS * prompt.num_channels / 1024
     found = [
         f"{prompt.name:32} {f'{prompt.owner} {kernel.name}'[:42]:42} {kernel.code.registers:9} "
-        f"{kernel.programs_per_processor:8} {kernel.code.stack_bytes:7} {executed(kernel):8.0f} "
-        f"{issued(kernel) / unit:7.0f}  {kinds(kernel.code.instructions)}"
+        f"{kernel.shared_bytes / 1024:6.1f} {kernel.programs_per_processor:8} "
+        f"{kernel.code.stack_bytes:7} {executed(kernel):8.0f} {issued(kernel) / unit:7.0f}  "
+        f"{kernel.tile[:TILE_WIDTH]:{TILE_WIDTH}}  {kinds(kernel.code.instructions)}"
         for kernel in kernels
     ]
     if len(kernels) > 1:
         total = sum(map(issued, kernels)) / unit
-        found.append(f"{prompt.name:32} {f'{prompt.owner}, all kernels':78} {total:7.0f}")
+        found.append(f"{prompt.name:32} {f'{prompt.owner}, all kernels':85} {total:7.0f}")
     return found

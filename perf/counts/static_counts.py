@@ -18,7 +18,14 @@ import torch
 
 from jenga_kernels.triton.lib.tiles import WIDE_HEAD
 from perf.counts import prompt_counts
-from perf.harness.compiled_launches import CAPABILITY, Counted, compiled_by, kinds, show_vllm_a_gpu
+from perf.harness.compiled_launches import (
+    CAPABILITY,
+    TILE_WIDTH,
+    Counted,
+    compiled_by,
+    kinds,
+    show_vllm_a_gpu,
+)
 from perf.harness.machine_code import PretendedGpu
 from perf.kernels import (
     bench_conv_update,
@@ -68,8 +75,8 @@ HELPERS = {
 """Kernels that run in addition to the one that reads keys."""
 
 HEADER = f"""\
-{"shape":38} {"kernel of":12} {"registers":>9} {"programs":>8} {"KiB read":>8} {"of":>5} \
-{"per KiB":>7}  by kind"""
+{"shape":38} {"kernel of":12} {"registers":>9} {"shared":>6} {"programs":>8} {"KiB read":>8} \
+{"of":>5} {"per KiB":>7}  {"tile":{TILE_WIDTH}}  by kind"""
 
 
 def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Callable[[], object]:
@@ -240,8 +247,9 @@ def _latent(
 def line(shape: str, owner: str, kernel: Counted) -> str:
     """Format a row of the table."""
     return (
-        f"{shape[:38]:38} {owner:12} {kernel.code.registers:9} {kernel.programs_per_processor:8} "
-        f"{kernel.read_kib:8.1f} {len(kernel.body):5} {kernel.per_kib:7.0f}  {kinds(kernel.body)}"
+        f"{shape[:38]:38} {owner:12} {kernel.code.registers:9} {kernel.shared_bytes / 1024:6.1f} "
+        f"{kernel.programs_per_processor:8} {kernel.read_kib:8.1f} {len(kernel.body):5} "
+        f"{kernel.per_kib:7.0f}  {kernel.tile[:TILE_WIDTH]:{TILE_WIDTH}}  {kinds(kernel.body)}"
     )
 
 
@@ -276,9 +284,10 @@ def main(arguments: list[str] | None = None) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch")}
     lines = [
         f"Instructions counted, nothing timed: compute capability 9.0, {versions}",
-        "registers of a thread; programs that fit on a processor; KiB a program loads in the loop,",
-        "or in all of a kernel without one;",
-        "instructions of a warp there; instructions of all warps for each KiB; of which kind",
+        "registers of a thread; KiB of shared memory of a program; programs that fit on an SM;",
+        "KiB a program loads in the loop, or in all of a kernel without one;",
+        "instructions of a warp there; instructions of all warps for each KiB; sizes of blocks;",
+        "of which kind",
         "",
         HEADER,
     ]

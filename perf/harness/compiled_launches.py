@@ -1,8 +1,9 @@
 """Compile and count the kernels of launches as on an H200, without one. They may be vLLM's too."""
 
 import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
@@ -21,6 +22,12 @@ MAX_PROGRAMS = 32
 The source is the CUDA programming guide.
 """
 
+TILE_WIDTH = 44
+"""Characters of a column for tiles."""
+
+TILE_NAME = re.compile(r"BLOCK_(SIZE_)?")
+"""Beginning of the names of constants that are sizes of blocks, in our kernels and vLLM's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
@@ -32,7 +39,7 @@ class Counted:
         shared_bytes: Shared memory of a program, in bytes.
         code: The compiled instructions and resources.
         num_programs: Number of programs of the launch.
-        constants: Argument -> integer that the kernel was compiled for.
+        constants: Argument -> integer that the kernel was compiled for, fields of groups included.
     """
 
     name: str
@@ -53,6 +60,17 @@ class Counted:
             REGISTERS // registers,
             SHARED_BYTES // shared,
         )
+
+    @property
+    def tile(self) -> str:
+        """Sizes of the kernel's blocks and its warps, such as `M16 N64 D128, 4 warps`."""
+        sizes = (
+            f"{TILE_NAME.sub('', name)}{size}"
+            for name, size in self.constants.items()
+            if TILE_NAME.match(name) and not isinstance(size, bool)
+        )
+        warps = "1 warp" if self.num_warps == 1 else f"{self.num_warps} warps"
+        return ", ".join(filter(None, (" ".join(sizes), warps)))
 
     @property
     def body(self) -> tuple[str, ...]:
@@ -76,6 +94,25 @@ class Counted:
     def per_kib(self) -> float:
         """Instructions that all warps of a program issue for each KiB loaded in the body."""
         return len(self.body) * self.num_warps / self.read_kib
+
+
+def named_integers(
+    constants: Mapping[tuple[int, ...], object], names: Sequence[str]
+) -> dict[str, int]:
+    """Return the integers for which a kernel was compiled, by argument or field of a group.
+
+    Args:
+        constants: Path of a constant, as Triton has it -> value. A group of constants has the path
+            of its parameter, and a constant field of another group has a longer path.
+        names: Names of the kernel's parameters.
+    """
+    found: dict[str, object] = {}
+    for path, value in constants.items():
+        if hasattr(value, "_asdict"):
+            found |= value._asdict()
+        elif len(path) == 1:
+            found[names[path[0]]] = value
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 def kinds(instructions: tuple[str, ...]) -> str:
@@ -149,18 +186,13 @@ def compiled_by(
         grid = kwargs["grid"]
         if callable(grid):
             grid = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs)
-        names = kernel.src.fn.arg_names
         found[id(kernel)] = Counted(
             name=kernel.metadata.name,
             num_warps=kernel.metadata.num_warps,
             shared_bytes=kernel.metadata.shared,
             code=take_apart(kernel.asm["cubin"]),
             num_programs=math.prod(grid),
-            constants={
-                names[path[0]]: value
-                for path, value in kernel.src.constants.items()
-                if isinstance(value, int) and len(path) == 1
-            },
+            constants=named_integers(kernel.src.constants, kernel.src.fn.arg_names),
         )
         return kernel
 

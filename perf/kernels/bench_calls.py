@@ -31,22 +31,26 @@ from perf.harness.machine_code import PretendedGpu
 from perf.kernels import (
     bench_conv_update,
     bench_delta,
+    bench_delta_replay,
     bench_kv_store,
     bench_latent_attention,
     bench_paged_attention,
+    bench_state_replay,
     bench_state_scan,
     bench_state_update,
 )
 from perf.shapes.attention_shapes import SHAPES, AttentionShape, make_batch
+from perf.shapes.delta_replay_shapes import make_delta_replay_batch
 from perf.shapes.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
 from perf.shapes.latent_shapes import LATENT_DIM, LatentShape
 from perf.shapes.latent_shapes import make_batch as make_latent_batch
-from perf.shapes.state_shapes import MODELS, make_conv_batch, make_state_batch
+from perf.shapes.state_replay_shapes import make_replay_batch
+from perf.shapes.state_shapes import MODELS, NEMOTRON, make_conv_batch, make_state_batch
 
 ATTENTION = ("D1", "D5", "D11", "P1", "P3", "P4", "X1")
 LATENTS = ("D17", "L12")
 STATES = ("nemotron-h-8b", "jamba-1.5-mini")
-PROMPT_TOKENS, DECODED = 2048, 8
+PROMPT_TOKENS, DECODED, REPLAYED = 2048, 8, 16
 CPU = torch.device("cpu")
 
 NUM_ROUNDS, NUM_CALLS = 40, 25
@@ -127,6 +131,12 @@ def cases() -> Iterator[Case]:
         yield Case(f"delta_update {model.name}", sides, lambda make=make: [make(decoded, f32, CPU)])
         sides = {"jenga": bench_delta.jenga_scan}
         yield Case(f"delta_scan {model.name}", sides, lambda make=make: [make(prompt, f32, CPU)])
+    make = partial(make_replay_batch, NEMOTRON, REPLAYED, f32, CPU)
+    sides = {"jenga": bench_state_replay.jenga}
+    yield Case(f"state_replay {NEMOTRON.name}", sides, lambda make=make: [make()])
+    make = partial(make_delta_replay_batch, QWEN3_NEXT, REPLAYED, f32, CPU)
+    sides = {"jenga": bench_delta_replay.jenga}
+    yield Case(f"delta_replay {QWEN3_NEXT.name}", sides, lambda make=make: [make()])
 
 
 def _attention_batch(shape: AttentionShape) -> list[Any]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jenga_kernels import delta_replay as module
+from jenga_kernels.checks import tensors as checks
 from jenga_kernels.checks.histories import DeltaHistory, next_states
 from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.delta_replay import delta_replay
@@ -207,6 +208,22 @@ def change_tiles(monkeypatch, **changes):
         "delta_replay_tiles",
         lambda *args, **options: replace(chosen(*args, **options), **changes),
     )
+    monkeypatch.setattr(module, "_calls", {})
+
+
+@pytest.mark.parametrize("case", [ONE_TOKEN["beginning"], SEVERAL_TOKENS["drafts"]], ids=str)
+def test_a_call_like_an_earlier_one_serves_its_own_tensors(case, monkeypatch):
+    # As on a GPU: values are not checked, so the second call only launches.
+    monkeypatch.setattr(checks, "LOOKS_AT_VALUES", False)
+    monkeypatch.setattr(module, "_calls", {})
+    calls = [arguments(case, torch.bfloat16, torch.float32) for _ in range(2)]
+
+    for tensors, counts, kept in calls:
+        if case == ONE_TOKEN["beginning"]:
+            counts["query_starts"] = None
+        check_call(tensors, counts, kept)
+
+    assert len(module._calls) == 1
 
 
 @pytest.mark.parametrize("case", SEVERAL_TOKENS.values(), ids=SEVERAL_TOKENS.keys())

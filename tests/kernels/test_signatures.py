@@ -1,13 +1,48 @@
+import ast
 import doctest
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 from jenga_kernels import paged_attention, reference
 
 OPERATIONS = [module.name for module in pkgutil.iter_modules(reference.__path__)]
+
+PARTS = {
+    "checkpoints": ("checkpoint_starts", "checkpoint_after", "checkpoint_slots"),
+    "*checkpoint_tensors(checkpoints)": (
+        "checkpoint_starts",
+        "checkpoint_after",
+        "checkpoint_slots",
+    ),
+    "plan": (),
+}
+"""Arguments that are no tensors themselves -> names of what launches take of them."""
+
+
+def lists_of_arguments(name):
+    """Arguments of an operation: of its function, of `_Arguments`, and of the tuple `given`."""
+    module = importlib.import_module(f"jenga_kernels.{name}")
+    if not hasattr(module, "_Arguments"):
+        return None
+    tree = ast.parse(Path(module.__file__).read_text())
+    function = next(node for node in tree.body if getattr(node, "name", "") == name)
+    given = next(
+        node.value.elts
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "given"
+    )
+    fields = module._Arguments._fields
+    history = tuple(field for field in fields if field.startswith("history_"))
+    parts = PARTS | {"history": history}
+    named = list(inspect.signature(getattr(module, name)).parameters)
+    signature = [part for each in named for part in parts.get(each, (each,))]
+    written = [ast.unparse(element).replace("history.", "history_") for element in given]
+    written = [part for each in written for part in parts.get(each, (each,))]
+    return signature, list(fields), written
 
 
 def test_references_exist():
@@ -20,6 +55,16 @@ def test_reference_has_the_signature_of_its_operation(name):
     reference_operation = getattr(importlib.import_module(f"jenga_kernels.reference.{name}"), name)
 
     assert inspect.signature(reference_operation) == inspect.signature(operation)
+
+
+def test_arguments_of_an_operation_are_in_one_order():
+    lists = {name: lists_of_arguments(name) for name in OPERATIONS}
+    lists = {name: each for name, each in lists.items() if each is not None}
+
+    assert {"paged_attention", "state_scan", "delta_scan", "state_replay"} <= lists.keys()
+    for name, (signature, fields, written) in lists.items():
+        assert fields == signature, name
+        assert written == fields, name
 
 
 def test_example_of_paged_attention_runs():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jenga_kernels import state_replay as module
+from jenga_kernels.checks import tensors as checks
 from jenga_kernels.checks.histories import InputHistory, next_states
 from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference import state_replay as reference
@@ -192,6 +193,21 @@ def test_state_replay_matches_the_recurrence(case, dtype, state_dtype):
     check_call(tensors, counts, kept)
 
 
+@pytest.mark.parametrize("case", [ONE_TOKEN["beginning"], SEVERAL_TOKENS["drafts"]], ids=str)
+def test_a_call_like_an_earlier_one_serves_its_own_tensors(case, monkeypatch):
+    # As on a GPU: values are not checked, so the second call only launches.
+    monkeypatch.setattr(checks, "LOOKS_AT_VALUES", False)
+    monkeypatch.setattr(module, "_calls", {})
+    calls = [arguments(case, torch.bfloat16, torch.float32) for _ in range(2)]
+
+    for tensors, counts, kept in calls:
+        if case == ONE_TOKEN["beginning"]:
+            counts["query_starts"] = None
+        check_call(tensors, counts, kept)
+
+    assert len(module._calls) == 1
+
+
 @pytest.mark.parametrize("case", SEVERAL_TOKENS.values(), ids=SEVERAL_TOKENS.keys())
 def test_tokens_at_once_or_one_by_one_give_what_the_recurrence_gives(case, monkeypatch):
     # The kernel that this machine would not take.
@@ -202,6 +218,7 @@ def test_tokens_at_once_or_one_by_one_give_what_the_recurrence_gives(case, monke
         return replace(tiles, is_at_once=not tiles.is_at_once)
 
     monkeypatch.setattr(module, "state_replay_tiles", others)
+    monkeypatch.setattr(module, "_calls", {})
     tensors, counts, kept = arguments(case, torch.bfloat16, torch.float32)
     check_call(tensors, counts, kept)
 
@@ -295,6 +312,7 @@ def test_programs_of_few_channels_give_what_larger_ones_give(case, monkeypatch):
     for block_dims in (16, 32):
         tiles = ReplayTiles(block_dims=block_dims, num_warps=4)
         monkeypatch.setattr(module, "state_replay_tiles", lambda *_, tiles=tiles, **__: tiles)
+        monkeypatch.setattr(module, "_calls", {})
         copied = kept.copy()
         out = torch.full_like(tensors["x"], float("nan"))
         state_replay(out, copied.states, copied.history, **tensors, **counts)

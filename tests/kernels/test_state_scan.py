@@ -10,7 +10,11 @@ from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.triton.lib.tiles import Machine
-from jenga_kernels.triton.recurrent.tiles import hopper_scan_tiles, scan_segment_tokens
+from jenga_kernels.triton.recurrent.tiles import (
+    head_scan_tiles,
+    hopper_scan_tiles,
+    scan_segment_tokens,
+)
 from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
@@ -28,6 +32,7 @@ from tests.kernels.state_cases import (
 from tests.kernels.support import DEVICE, check_close, generator, max_error, randn
 
 NUM_SLOTS = 40
+MANY_PROCESSORS = Machine(capability=90, num_processors=132)
 CASES = {
     # kind; heads, channels of a head, state elements, groups; tokens of each prompt
     "mamba1": ("channels", (1, 96, 16, 1), [1, 17, 40]),
@@ -143,11 +148,10 @@ def test_state_scan_of_channels_rounds_its_output_only(dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
-    kind, shape, lengths = CASES["mamba2"]
+def check_exactness(shape, lengths, dtype):
+    """Check that prompts of heads have the rounding of matrix products in their dtype."""
     tensors, slots, pages, written = arguments(
-        kind, shape, lengths, dtype, torch.float32, checkpoints=False
+        "heads", shape, lengths, dtype, torch.float32, checkpoints=False
     )
     naive, naive_states = naive_by_heads(tensors, slots, pages.states)
     (exact, exact_states), (lost, states_lost) = exactly(
@@ -161,6 +165,46 @@ def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
     check_close(
         pages.states[written], exact_states[written], naive_states[written], slack=states_lost
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
+    _, shape, lengths = CASES["mamba2"]
+    check_exactness(shape, lengths, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "d_state", "tile"),
+    [
+        (64, 64, (64, 64, 1)),
+        (64, 128, (64, 32, 2)),
+        (64, 100, (64, 32, 2)),  # with masks
+        (128, 256, (32, 32, 4)),
+        (128, 200, (32, 64, 4)),  # with masks, which would spill with fewer warps
+    ],
+)
+def test_state_scan_of_heads_is_as_exact_with_tiles_of_hopper(
+    head_dim, d_state, tile, dtype, monkeypatch
+):
+    # The interpreter's own tiles always have 64 tokens and all channels of a head.
+    chosen = []
+
+    def tiles_of_hopper(machine, *args, **options):
+        chosen.append(
+            head_scan_tiles(
+                MANY_PROCESSORS if machine.is_interpreter else machine, *args, **options
+            )
+        )
+        return chosen[-1]
+
+    monkeypatch.setattr(module, "head_scan_tiles", tiles_of_hopper)
+    monkeypatch.setattr(module, "_calls", {})
+
+    check_exactness((1, head_dim, d_state, 1), [70, 1, 32], dtype)
+
+    if module.machine_of(DEVICE).is_interpreter:
+        assert [(each.block_tokens, each.block_dims, each.state_parts) for each in chosen] == [tile]
 
 
 # Two are of Hopper alone.
@@ -480,9 +524,6 @@ def test_state_scan_compiles_at_once_what_later_calls_take(has_gates, monkeypatc
             is_warp_specialized=is_specialized,
         )
     assert compiled == []
-
-
-MANY_PROCESSORS = Machine(capability=90, num_processors=132)
 
 
 @pytest.mark.parametrize(

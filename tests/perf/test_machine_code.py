@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from perf.counts.prompt_counts import PROMPT_TOKENS, executed
-from perf.harness.compiled_launches import Counted
+from perf.harness.compiled_launches import Counted, named_integers
 from perf.harness.machine_code import (
     MachineCode,
     _inner_loops,
@@ -100,6 +102,28 @@ def scan(*loops, name="delta_scan_kernel", product_loop=()):
         num_programs=1,
         constants={"BLOCK_T": 64},
     )
+
+
+class Sizes(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    IS_CAUSAL: bool
+    PRECISION: str
+
+
+def test_constants_of_groups_are_found_by_their_names():
+    constants = {(0, 1): None, (1,): None, (2,): Sizes(16, 64, True, "tf32"), (3,): 32}
+
+    found = named_integers(constants, ["inputs", "sinks_ptr", "tiles", "BLOCK_SIZE_D"])
+
+    assert found == {"BLOCK_M": 16, "BLOCK_N": 64, "IS_CAUSAL": True, "BLOCK_SIZE_D": 32}
+
+
+def test_a_tile_is_said_by_the_sizes_of_its_blocks():
+    kernel = replace(scan(), constants={"BLOCK_SIZE_M": 16, "BLOCK_N": 64, "HEAD_DIM": 128})
+
+    assert kernel.tile == "M16 N64, 4 warps"
+    assert replace(kernel, constants={}).tile == "4 warps"
 
 
 def test_prompts_are_counted_turn_by_turn():
