@@ -199,6 +199,14 @@ class ManagedArena(ManagedMemory):
         """See `Arena`. A chunk may have any length."""
         return num_tokens
 
+    def rest_tokens(self, active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        if not self._prefix_caching:
+            return None if self.manager.was_refused(active.name) else active.num_tokens
+        return self.manager.rest_tokens(
+            active.name, _Hashes(active), num_tokens=active.num_tokens, facts=active.facts
+        )
+
     def admit(
         self,
         active: ActiveRequest,

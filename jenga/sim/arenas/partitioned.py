@@ -139,6 +139,14 @@ class PartitionedArena:
         """See `Arena`. A chunk may have any length."""
         return num_tokens
 
+    def rest_tokens(self, active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        if any(manager.was_refused(active.name) for manager in self._managers):
+            return None
+        if not self._prefix_caching:
+            return active.num_tokens
+        return active.num_tokens - self._agreed(active, self._managers, active.num_tokens - 1)
+
     def admit(
         self,
         active: ActiveRequest,

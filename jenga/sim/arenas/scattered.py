@@ -114,6 +114,10 @@ class ScatteredArena:
         """See `Arena`. A chunk may have any length."""
         return num_tokens
 
+    def rest_tokens(self, active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        return active.num_tokens
+
     def admit(
         self,
         active: ActiveRequest,

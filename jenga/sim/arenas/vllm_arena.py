@@ -292,6 +292,10 @@ class StockArena(StockMemory):
             return self._split(active.found[0], num_tokens, start)
         return self._split(stock, num_tokens, 0)
 
+    def rest_tokens(self, _active: ActiveRequest) -> int | None:
+        """See `Arena`. vLLM's prompts leave no room."""
+        return None
+
     def admit(
         self,
         active: ActiveRequest,

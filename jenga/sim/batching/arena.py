@@ -226,6 +226,13 @@ class Arena(Memory, Protocol):
         """Return how many of `num_tokens` tokens to compute next. 0 means that it must wait."""
         ...
 
+    def rest_tokens(self, active: ActiveRequest, /) -> int | None:
+        """Return how many tokens a waiting request would compute if it were admitted now.
+
+        None means that no prompt should leave room for it in a step. Nothing changes.
+        """
+        ...
+
     def admit(
         self, active: ActiveRequest, hit_tokens: int, num_tokens: int, lookahead_tokens: int = 0, /
     ) -> bool:
