@@ -268,6 +268,8 @@ class Scheduler:
             active: The request with the prompt.
             index: Its position in `running`. None while it is admitted.
         """
+        if active.facts.images:
+            return 0  # a step must not cut an image
         behind = self.running[index + 1 :] if index is not None else ()
         running = (
             each.num_tokens + each.num_expected + each.num_drafted - each.num_computed
