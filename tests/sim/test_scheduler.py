@@ -208,6 +208,8 @@ def test_no_room_is_left_for_requests_that_cannot_come_in():
     assert scheduled(scheduler)[0] == [("a", 320)]
     scheduler = scheduler_of(SlotArena(5000), *requests, chunk_tokens=320, max_requests=1)
     assert scheduled(scheduler)[0] == [("a", 320)]
+    scheduler = scheduler_of(SlotArena(5000), *requests, chunk_tokens=320, max_requests=2)
+    assert scheduled(scheduler)[0] == [("a", 310), ("b", 10)]
 
 
 def test_a_prompt_that_waits_is_not_put_off_for_requests_behind_it():

@@ -86,11 +86,13 @@ def test_requests_that_cannot_come_in_are_passed_over_or_end_the_room():
 
     passed = scheduler_of(runs=[prompt], waits=[streaming, stale, short])
     ended = scheduler_of(runs=[prompt], waits=[refused, short])
-    full = scheduler_of(runs=[prompt], waits=[short], places=1)
+    full = scheduler_of(runs=[prompt], waits=[short, made("next", rest_tokens=5)], places=1)
+    nearly_full = scheduler_of(runs=[prompt], waits=full.waiting, places=2)
 
     assert beside_short(passed, prompt, 1600) == 1510
     assert beside_short(ended, prompt, 1600) == 1600
     assert beside_short(full, prompt, 1600) == 1600
+    assert beside_short(nearly_full, prompt, 1600) == 1510
 
 
 def test_drafts_of_each_request_are_counted():

@@ -19,7 +19,7 @@ encoder budget.
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Protocol
 
 from jenga.admission.short_requests import tokens_to_leave
@@ -275,14 +275,16 @@ class Scheduler:
             each.num_tokens + each.num_expected + each.num_drafted - each.num_computed
             for each in behind
         )
-        has_place = len(self.running) + (index is None) < self._max_requests
+        num_places = self._max_requests - len(self.running) - (index is None)
         waiting = (
             self._arena.rest_tokens(each)
             for each in self.waiting
-            if has_place and each is not active and not each.num_stale
+            if each is not active and not each.num_stale
         )
         return tokens_to_leave(
-            chain(running, waiting), self._chunk_tokens, further_tokens=self._draft_queries
+            chain(running, islice(waiting, max(0, num_places))),
+            self._chunk_tokens,
+            further_tokens=self._draft_queries,
         )
 
     def _pads(self, num_tokens: int, step: "_Step", *, is_beside: bool) -> bool:

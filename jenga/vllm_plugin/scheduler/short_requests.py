@@ -42,12 +42,12 @@ def beside_short(
         or scheduler.policy != SchedulingPolicy.FCFS
     ):
         return num_new_tokens
-    has_place = num_running < scheduler.max_num_active_reqs
+    num_places = max(0, scheduler.max_num_active_reqs - num_running)
     speculation = scheduler.vllm_config.speculative_config
     left_tokens = tokens_to_leave(
         chain(
             () if is_waiting else _rests_of_running(scheduler, request),
-            _rests_of_waiting(scheduler, request) if has_place else (),
+            islice(_rests_of_waiting(scheduler, request), num_places),
         ),
         scheduler.max_num_scheduled_tokens,
         further_tokens=0 if speculation is None else speculation.max_num_new_slots_for_drafting,
