@@ -10,6 +10,8 @@ from jenga.sim.workload.requests import Piece, Request
 class SlotArena:
     """So many slots, one a token; hits are given; the log says what was asked."""
 
+    leaves_room = True
+
     def __init__(self, num_slots, hits=None):
         self.num_slots = num_slots
         self.held = {}
@@ -210,6 +212,16 @@ def test_no_room_is_left_for_requests_that_cannot_come_in():
     assert scheduled(scheduler)[0] == [("a", 320)]
     scheduler = scheduler_of(SlotArena(5000), *requests, chunk_tokens=320, max_requests=2)
     assert scheduled(scheduler)[0] == [("a", 310), ("b", 10)]
+
+
+def test_no_room_is_left_in_an_arena_whose_engine_leaves_none():
+    arena = SlotArena(5000)
+    arena.leaves_room = False
+
+    scheduler = scheduler_of(
+        arena, active_of("a", 1000, 2), active_of("b", 10, 2), chunk_tokens=320
+    )
+    assert scheduled(scheduler)[0] == [("a", 320)]
 
 
 def test_a_prompt_that_waits_is_not_put_off_for_requests_behind_it():

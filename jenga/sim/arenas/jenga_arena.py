@@ -117,6 +117,8 @@ class ManagedArena(ManagedMemory):
     Pages of a step are committed once that step can no longer preempt a request.
     """
 
+    leaves_room = True
+
     def __init__(  # noqa: PLR0913  all in which two arenas may differ
         self,
         geometry: Geometry,

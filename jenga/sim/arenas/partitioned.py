@@ -21,6 +21,8 @@ class PartitionedArena:
     A prefix hit is as long as all managers agree on. A request runs if each manager admits it.
     """
 
+    leaves_room = True
+
     def __init__(
         self,
         partition: StaticPartition,

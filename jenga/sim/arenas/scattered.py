@@ -36,6 +36,8 @@ class ScatteredArena:
     It shows what memory alone would allow. It keeps nothing for later requests.
     """
 
+    leaves_room = True
+
     def __init__(self, gcd_pages: GcdPages, arena_bytes: int, *, in_flight_tokens: int = 0) -> None:
         """Begin with all pieces free.
 

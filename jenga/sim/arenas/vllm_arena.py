@@ -181,6 +181,8 @@ class StockMemory:
 class StockArena(StockMemory):
     """An arena under vLLM's manager, cut by vLLM's planner."""
 
+    leaves_room = False
+
     def __init__(
         self,
         model: ModelSpec,
@@ -293,7 +295,7 @@ class StockArena(StockMemory):
         return self._split(stock, num_tokens, 0)
 
     def rest_tokens(self, _active: ActiveRequest) -> int | None:
-        """See `Arena`. vLLM's prompts leave no room."""
+        """See `Arena`."""
         return None
 
     def admit(

@@ -208,7 +208,13 @@ class Memory(Protocol):
 
 
 class Arena(Memory, Protocol):
-    """Memory for requests, and a cache of content that later requests may need."""
+    """Memory for requests, and a cache of content that later requests may need.
+
+    Attributes:
+        leaves_room: Whether prompts leave room in a step for short requests behind them.
+    """
+
+    leaves_room: bool
 
     def new_step(self) -> None:
         """Record that the scheduler begins a step."""

@@ -268,7 +268,7 @@ class Scheduler:
             active: The request with the prompt.
             index: Its position in `running`. None while it is admitted.
         """
-        if active.facts.images:
+        if not self._arena.leaves_room or active.facts.images:
             return 0  # a step must not cut an image
         behind = self.running[index + 1 :] if index is not None else ()
         running = (
