@@ -279,6 +279,48 @@ class Manager:
         """
         return not self._requests and self._gate.was_refused_alone(request_id)
 
+    def was_refused(self, request_id: str) -> bool:
+        """Whether there were not enough pages for a request, and no request has ended since.
+
+        Only the last request that was refused is remembered.
+        """
+        return self._gate.was_refused(request_id)
+
+    def rest_tokens(
+        self,
+        request_id: str,
+        prefix_hashes: Sequence[bytes],
+        *,
+        num_tokens: int,
+        facts: RequestFacts | None = None,
+    ) -> int | None:
+        """Return how many tokens a waiting request would compute if it were admitted now.
+
+        Nothing is changed. See `jenga.admission.short_requests`.
+
+        Args:
+            request_id: The waiting request.
+            prefix_hashes: Hash i covers the request's first `(i + 1) * hash_tokens` tokens.
+            num_tokens: Number of tokens of the request.
+            facts: Facts of the request. By default, its prompt has `num_tokens` tokens.
+
+        Returns:
+            The number of tokens. None if there were not enough pages for it (`was_refused`).
+
+        Raises:
+            ValueError: `num_tokens` is not a positive integer, or a layer type cannot serve the
+                images.
+        """
+        check_count("num_tokens", num_tokens, least=1)
+        if self._gate.was_refused(request_id):
+            return None
+        if self.starts_over(request_id):
+            return num_tokens
+        return (
+            num_tokens
+            - self.lookup(prefix_hashes, max_tokens=num_tokens - 1, facts=facts).num_tokens
+        )
+
     def withdraw(self, request_id: str) -> None:
         """Remove a request from the wait queue, if it is there. A running request is left alone."""
         if request_id not in self._requests:
@@ -592,6 +634,7 @@ class Manager:
         self._allocator.release_claim(request.owner)
         del self._requests[request_id]
         self._wait_queue.drop_request(request_id)
+        self._gate.record_end()
 
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return token counts at which this prompt's states are worth keeping.

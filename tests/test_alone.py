@@ -129,3 +129,33 @@ def test_who_is_refused_beside_others_comes_in_with_its_hit():
     manager.allocate("other", num_tokens=4)
     assert not manager.starts_over("new")
     manager.check()
+
+
+def test_who_was_refused_is_left_no_room_until_another_request_ends():
+    manager = Manager(WINDOWED, num_large_pages=5, prefix_caching=True, hash_tokens=4)
+    manager.allocate("other", num_tokens=4)
+    manager.allocate("more", num_tokens=4)
+    assert manager.rest_tokens("new", [], num_tokens=40) == 40
+    with pytest.raises(OutOfPagesError):
+        manager.allocate("new", num_tokens=40)
+
+    assert manager.was_refused("new")
+    assert manager.rest_tokens("new", [], num_tokens=40) is None
+    assert manager.rest_tokens("behind it", [], num_tokens=40) == 40
+    manager.free("more")
+    assert not manager.was_refused("new")
+    assert manager.rest_tokens("new", [], num_tokens=40) == 40
+
+
+def test_what_is_cached_is_not_left_to_compute():
+    manager = Manager(WINDOWED, num_large_pages=16, prefix_caching=True, hash_tokens=4)
+    keys = [b"1", b"2", b"3"]
+    manager.allocate("first", num_tokens=12)
+    manager.commit("first", keys, 12)
+    manager.free("first")
+
+    assert manager.rest_tokens("next", keys, num_tokens=13) == 1
+    assert manager.rest_tokens("next", [b"1", b"2", b"4"], num_tokens=13) == 5
+    assert manager.rest_tokens("next", [b"4"], num_tokens=13) == 13
+    with pytest.raises(ValueError, match="num_tokens must be"):
+        manager.rest_tokens("next", keys, num_tokens=0)

@@ -27,7 +27,14 @@ class AdmissionGate:
         wait_queue: The engine's wait queue.
     """
 
-    __slots__ = ("_checkpoints", "_refused_alone", "_requests", "_reserve", "wait_queue")
+    __slots__ = (
+        "_checkpoints",
+        "_refused",
+        "_refused_alone",
+        "_requests",
+        "_reserve",
+        "wait_queue",
+    )
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class AdmissionGate:
         self._requests = requests
         self._checkpoints = checkpoints
         self._reserve = reserve
+        self._refused: str | None = None
         self._refused_alone: str | None = None
         self.wait_queue = wait_queue
 
@@ -100,8 +108,17 @@ class AdmissionGate:
 
     def record_refusal(self, request_id: str) -> None:
         """Record that there are not enough pages for a request."""
+        self._refused = request_id
         if not self._requests.keys() - {request_id}:
             self._refused_alone = request_id
+
+    def record_end(self) -> None:
+        """Record that a request ended or was preempted. There may be enough pages for others."""
+        self._refused = None
+
+    def was_refused(self, request_id: str) -> bool:
+        """Whether this request was the last one refused, and no request has ended since."""
+        return request_id == self._refused
 
     def was_refused_alone(self, request_id: str) -> bool:
         """Whether this request was the last one refused while it had the arena to itself.

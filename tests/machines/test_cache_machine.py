@@ -157,8 +157,17 @@ class CacheMachine(RuleBasedStateMachine):
         hit = self.manager.lookup(
             run.hashes(HASH_TOKENS), max_tokens=len(prompt) - 1, facts=run.facts
         )
+        rest_tokens = self.manager.rest_tokens(
+            run.request_id, run.hashes(HASH_TOKENS), num_tokens=len(prompt), facts=run.facts
+        )
         assert dump(self.manager) == before
         assert hit.num_tokens < len(prompt)
+        if self.manager.was_refused(run.request_id):
+            assert rest_tokens is None
+        elif self.manager.starts_over(run.request_id):
+            assert rest_tokens == len(prompt)
+        else:
+            assert rest_tokens == len(prompt) - hit.num_tokens
         num_tokens = min(len(prompt), hit.num_tokens + chunk)
         try:
             self.manager.allocate(

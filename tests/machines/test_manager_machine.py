@@ -21,11 +21,12 @@ from tests.machines.geometries import ALL, HOMOGENEOUS, HYBRID, MIXED, WINDOWED
 
 
 def dump(manager):
-    """Everything a manager knows but who was refused while nobody else ran, comparable."""
+    """Everything a manager knows but who was refused, comparable."""
     entry = manager._gate
-    refused, entry._refused_alone = entry._refused_alone, None
+    refused = entry._refused, entry._refused_alone
+    entry._refused = entry._refused_alone = None
     dumped = pickle.dumps(manager.__dict__)
-    entry._refused_alone = refused
+    entry._refused, entry._refused_alone = refused
     return dumped
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from jenga.sim.batching.speculation import Speculation
 from jenga.sim.replays.session import Machine, Running, Settings, Trace, run_row
 from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import (
@@ -31,6 +32,7 @@ pytestmark = [
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ARENA_BYTES = 120_000
+DRAFTS = Speculation(draft_tokens=2, acceptance=0.6, lookahead_tokens=2, draft_queries=1)
 MOST_STEPS = 2000
 
 
@@ -107,6 +109,25 @@ def requests_of(seed, num_requests=24):
     return found
 
 
+def long_and_short(seed, num_requests=40):
+    """Questions on a few long documents, of which some are new: most compute only a few tokens."""
+    draw = random.Random(seed)
+    found, time_s = [], 0.0
+    for number in range(num_requests):
+        time_s += draw.choice((0, 0.1, 0.6))
+        document = Piece(f"document {draw.randrange(6)}", 500)
+        found.append(
+            Request(
+                name=f"{number}",
+                arrival_s=time_s,
+                prompt=(document, Piece(f"question {number}", draw.randint(1, 8))),
+                output_tokens=draw.randint(1, 12),
+                output=f"answer {number}",
+            )
+        )
+    return found
+
+
 def clock(chunks):
     """A step costs by itself, and by its tokens."""
     return 0.05 + sum(chunk.num_tokens for chunk in chunks) / 512
@@ -141,9 +162,9 @@ def end_of(active):
     )
 
 
-def schedule_of(model, manager, requests, settings):
+def schedule_of(model, manager, requests, settings, arena_bytes):
     """Replay requests, by the simulator's scheduler or the one that the settings name."""
-    machine = Machine(model=model, arena_bytes=ARENA_BYTES, clock=clock)
+    machine = Machine(model=model, arena_bytes=arena_bytes, clock=clock)
     trace = Trace("made", lambda: iter(requests))
     running = Running(run_row(machine, manager, trace, settings), machine, trace, settings)
     replay = running._replay()
@@ -166,12 +187,13 @@ def schedule_of(model, manager, requests, settings):
     )
 
 
-def both(model, manager, requests, settings):
+def both(model, manager, requests, settings, arena_bytes=ARENA_BYTES):
     """The schedule of a replay, which must be that of an engine."""
     from jenga.engine_scheduler import make_engine
 
-    ours = schedule_of(model, manager, requests, settings)
-    theirs = schedule_of(model, manager, requests, replace(settings, engine=make_engine))
+    ours = schedule_of(model, manager, requests, settings, arena_bytes)
+    engine_settings = replace(settings, engine=make_engine)
+    theirs = schedule_of(model, manager, requests, engine_settings, arena_bytes)
     for number, (our, their) in enumerate(zip(ours.steps, theirs.steps, strict=False)):
         assert our == their, f"step {number}"
     assert ours == theirs
@@ -193,3 +215,24 @@ def test_steps_are_those_of_an_engine(name, manager, is_asynchronous):
     assert all(each.num_evicted > 0 for each in found)
     if (name, manager) not in NO_PREEMPTIONS:
         assert any(each.num_preemptions > 0 for each in found)
+
+
+@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", ["sliding", "mamba2"])
+def test_prompts_leave_the_room_for_short_requests_that_they_leave_in_an_engine(
+    name, is_asynchronous, drafts
+):
+    model = ModelSpec(name=name, layer_types=MODELS[name])
+    settings = Settings(
+        chunk_tokens=160, max_requests=6, is_asynchronous=is_asynchronous, speculation=drafts
+    )
+
+    found = both(model, "jenga", long_and_short(0), settings, arena_bytes=4 * ARENA_BYTES)
+
+    # A prompt that another step continues uses all that is left of a step, unless it leaves room.
+    rooms = [
+        chunks for chunks, _ in found.steps if any(not generates for *_, generates in chunks[:-1])
+    ]
+    assert len(rooms) > 1
+    assert all(sum(chunk[2] for chunk in chunks) <= 160 for chunks in rooms)

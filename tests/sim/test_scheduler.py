@@ -10,6 +10,8 @@ from jenga.sim.workload.requests import Piece, Request
 class SlotArena:
     """So many slots, one a token; hits are given; the log says what was asked."""
 
+    leaves_room = True
+
     def __init__(self, num_slots, hits=None):
         self.num_slots = num_slots
         self.held = {}
@@ -34,6 +36,9 @@ class SlotArena:
 
     def chunk_tokens(self, _active, _start, num_tokens):
         return num_tokens
+
+    def rest_tokens(self, active):
+        return active.num_tokens - self.find(active)
 
     def admit(self, active, _hit_tokens, num_tokens, lookahead_tokens=0):
         # As vLLM, all that is known must fit.
@@ -176,6 +181,55 @@ def test_a_chunk_that_its_arena_shortens_to_nothing_waits_for_the_next_step():
     assert scheduled(scheduler)[0] == [("a", 64)]
     assert scheduled(scheduler)[0] == [("a", 64)]
     assert scheduled(scheduler)[0] == [("a", 1), ("b", 64)]
+
+
+def test_a_prompt_leaves_room_for_short_requests_behind_it():
+    requests = [active_of("a", 1000, 2), active_of("b", 10, 2), active_of("c", 8, 2)]
+    arena = SlotArena(5000, hits={"d": 995})
+    scheduler = scheduler_of(arena, *requests, chunk_tokens=320)
+
+    # It comes in with them.
+    assert scheduled(scheduler)[0] == [("a", 302), ("b", 10), ("c", 8)]
+    assert scheduled(scheduler)[0] == [("a", 318), ("b", 1), ("c", 1)]
+    scheduler.arrive(active_of("d", 1000, 2))
+    scheduler.arrive(active_of("e", 16, 2))
+    # Both would take more than a sixteenth of the step.
+    assert scheduled(scheduler)[0] == [("a", 315), ("d", 5)]
+    # It ends its prompt, and leaves what it does not need.
+    assert scheduled(scheduler)[0] == [("a", 65), ("d", 1), ("e", 16)]
+
+
+def test_no_room_is_left_for_requests_that_cannot_come_in():
+    class FullArena(SlotArena):
+        def rest_tokens(self, active):
+            return None if active.name == "b" else super().rest_tokens(active)
+
+    requests = [active_of("a", 1000, 2), active_of("b", 10, 2), active_of("c", 8, 2)]
+
+    scheduler = scheduler_of(FullArena(5000), *requests, chunk_tokens=320)
+    assert scheduled(scheduler)[0] == [("a", 320)]
+    scheduler = scheduler_of(SlotArena(5000), *requests, chunk_tokens=320, max_requests=1)
+    assert scheduled(scheduler)[0] == [("a", 320)]
+    scheduler = scheduler_of(SlotArena(5000), *requests, chunk_tokens=320, max_requests=2)
+    assert scheduled(scheduler)[0] == [("a", 310), ("b", 10)]
+
+
+def test_no_room_is_left_in_an_arena_whose_engine_leaves_none():
+    arena = SlotArena(5000)
+    arena.leaves_room = False
+
+    scheduler = scheduler_of(
+        arena, active_of("a", 1000, 2), active_of("b", 10, 2), chunk_tokens=320
+    )
+    assert scheduled(scheduler)[0] == [("a", 320)]
+
+
+def test_a_prompt_that_waits_is_not_put_off_for_requests_behind_it():
+    requests = [active_of("a", 315, 2), active_of("b", 1000, 2), active_of("c", 8, 2)]
+    scheduler = scheduler_of(SlotArena(5000), *requests, chunk_tokens=320)
+
+    assert scheduled(scheduler)[0] == [("a", 315), ("b", 5)]
+    assert scheduled(scheduler)[0] == [("a", 1), ("b", 311), ("c", 8)]
 
 
 @pytest.mark.parametrize("field", ["chunk_tokens", "max_requests"])

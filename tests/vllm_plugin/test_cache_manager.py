@@ -377,6 +377,23 @@ def test_who_was_refused_alone_comes_in_without_a_hit(make_scheduler, monkeypatc
     assert manager.get_computed_blocks(request("other", tokens))[1] == 96
 
 
+def test_a_request_has_left_to_compute_what_is_not_cached_for_it(make_scheduler, monkeypatch):
+    scheduler = make_scheduler(8 * MIB)
+    tokens = list(range(3, 103))
+    scheduler.add_request(request("first", tokens))
+    for _ in range(8):
+        run_step(scheduler)
+    manager, again = scheduler.kv_cache_manager, request("again", tokens)
+    assert manager.rest_tokens(again) == 4
+
+    again.skip_reading_prefix_cache = True
+    assert manager.rest_tokens(again) == 100
+    monkeypatch.setattr(manager.manager._gate, "_refused", "again")
+    assert manager.rest_tokens(again) is None
+    again.skip_reading_prefix_cache = False
+    assert manager.rest_tokens(again) is None
+
+
 def test_admissions_without_room_are_counted_as_held_back_until_they_come_in(make_scheduler):
     scheduler = make_scheduler(MIB)
     for index in range(4):

@@ -117,6 +117,8 @@ class ManagedArena(ManagedMemory):
     Pages of a step are committed once that step can no longer preempt a request.
     """
 
+    leaves_room = True
+
     def __init__(  # noqa: PLR0913  all in which two arenas may differ
         self,
         geometry: Geometry,
@@ -198,6 +200,14 @@ class ManagedArena(ManagedMemory):
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
         """See `Arena`. A chunk may have any length."""
         return num_tokens
+
+    def rest_tokens(self, active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        if not self._prefix_caching:
+            return None if self.manager.was_refused(active.name) else active.num_tokens
+        return self.manager.rest_tokens(
+            active.name, _Hashes(active), num_tokens=active.num_tokens, facts=active.facts
+        )
 
     def admit(
         self,

@@ -21,6 +21,8 @@ class PartitionedArena:
     A prefix hit is as long as all managers agree on. A request runs if each manager admits it.
     """
 
+    leaves_room = True
+
     def __init__(
         self,
         partition: StaticPartition,
@@ -138,6 +140,14 @@ class PartitionedArena:
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
         """See `Arena`. A chunk may have any length."""
         return num_tokens
+
+    def rest_tokens(self, active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        if any(manager.was_refused(active.name) for manager in self._managers):
+            return None
+        if not self._prefix_caching:
+            return active.num_tokens
+        return active.num_tokens - self._agreed(active, self._managers, active.num_tokens - 1)
 
     def admit(
         self,

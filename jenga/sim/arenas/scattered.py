@@ -36,6 +36,8 @@ class ScatteredArena:
     It shows what memory alone would allow. It keeps nothing for later requests.
     """
 
+    leaves_room = True
+
     def __init__(self, gcd_pages: GcdPages, arena_bytes: int, *, in_flight_tokens: int = 0) -> None:
         """Begin with all pieces free.
 
@@ -113,6 +115,10 @@ class ScatteredArena:
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
         """See `Arena`. A chunk may have any length."""
         return num_tokens
+
+    def rest_tokens(self, active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        return active.num_tokens
 
     def admit(
         self,

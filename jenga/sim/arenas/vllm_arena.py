@@ -181,6 +181,8 @@ class StockMemory:
 class StockArena(StockMemory):
     """An arena under vLLM's manager, cut by vLLM's planner."""
 
+    leaves_room = False
+
     def __init__(
         self,
         model: ModelSpec,
@@ -291,6 +293,10 @@ class StockArena(StockMemory):
         if stock is None:
             return self._split(active.found[0], num_tokens, start)
         return self._split(stock, num_tokens, 0)
+
+    def rest_tokens(self, _active: ActiveRequest) -> int | None:
+        """See `Arena`."""
+        return None
 
     def admit(
         self,

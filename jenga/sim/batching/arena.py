@@ -208,7 +208,13 @@ class Memory(Protocol):
 
 
 class Arena(Memory, Protocol):
-    """Memory for requests, and a cache of content that later requests may need."""
+    """Memory for requests, and a cache of content that later requests may need.
+
+    Attributes:
+        leaves_room: Whether prompts leave room in a step for short requests behind them.
+    """
+
+    leaves_room: bool
 
     def new_step(self) -> None:
         """Record that the scheduler begins a step."""
@@ -224,6 +230,13 @@ class Arena(Memory, Protocol):
 
     def chunk_tokens(self, active: ActiveRequest, start: int, num_tokens: int, /) -> int:
         """Return how many of `num_tokens` tokens to compute next. 0 means that it must wait."""
+        ...
+
+    def rest_tokens(self, active: ActiveRequest, /) -> int | None:
+        """Return how many tokens a waiting request would compute if it were admitted now.
+
+        None means that no prompt should leave room for it in a step. Nothing changes.
+        """
         ...
 
     def admit(

@@ -4,7 +4,8 @@ A step has a budget of tokens. Running requests use it first, oldest first. Each
 and its drafted tokens, or a chunk of its prompt. If there is no memory for one of them, the
 youngest request is preempted: it loses its pages and waits again, at the head of the queue. If the
 step preempted no request, waiting requests are admitted in the order of their arrival. Admission
-goes on as long as the budget lasts and all known tokens of the next request fit.
+goes on as long as the budget lasts and all known tokens of the next request fit. A prompt that
+another step continues leaves room for short requests behind it (`jenga.admission.short_requests`).
 
 With asynchronous scheduling, a step is scheduled while the step before it runs. It counts on the
 tokens that the running step will generate. A request that is preempted meanwhile still gets those
@@ -18,8 +19,10 @@ encoder budget.
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Protocol
 
+from jenga.admission.short_requests import tokens_to_leave
 from jenga.policies import RequestFacts
 from jenga.sim.batching.arena import ActiveRequest, Arena, Chunk
 from jenga.sim.batching.speculation import Speculation
@@ -190,6 +193,8 @@ class Scheduler:
             )
             if num_tokens and not is_over:
                 num_tokens = arena.chunk_tokens(active, start, num_tokens)
+                if start + num_tokens < active.num_tokens:
+                    num_tokens = max(0, num_tokens - self._tokens_to_leave(active, index))
             if not num_tokens or is_over:
                 index += 1
                 continue
@@ -239,6 +244,10 @@ class Scheduler:
                 num_tokens += num_drafted
             num_tokens = min(num_tokens, step.most_tokens)
             chunk_tokens = arena.chunk_tokens(active, hit_tokens, num_tokens)
+            if hit_tokens + chunk_tokens < active.num_tokens:
+                left_tokens = self._tokens_to_leave(active)
+                # It is not put off for requests behind it.
+                chunk_tokens -= left_tokens if left_tokens < chunk_tokens else 0
             if num_drafted and chunk_tokens != num_tokens:
                 chunk_tokens, num_drafted = min(chunk_tokens, 1), 0
             end = hit_tokens + chunk_tokens
@@ -251,6 +260,32 @@ class Scheduler:
             self.running.append(active)
             step.add(Chunk(active, hit_tokens, chunk_tokens, num_drafted, is_padded=True))
         self.waiting.extendleft(reversed(passed_over))
+
+    def _tokens_to_leave(self, active: ActiveRequest, index: int | None = None) -> int:
+        """Return how many tokens of a step a prompt leaves to requests behind it.
+
+        Args:
+            active: The request with the prompt.
+            index: Its position in `running`. None while it is admitted.
+        """
+        if not self._arena.leaves_room or active.facts.images:
+            return 0  # a step must not cut an image
+        behind = self.running[index + 1 :] if index is not None else ()
+        running = (
+            each.num_tokens + each.num_expected + each.num_drafted - each.num_computed
+            for each in behind
+        )
+        num_places = self._max_requests - len(self.running) - (index is None)
+        waiting = (
+            self._arena.rest_tokens(each)
+            for each in self.waiting
+            if each is not active and not each.num_stale
+        )
+        return tokens_to_leave(
+            chain(running, islice(waiting, max(0, num_places))),
+            self._chunk_tokens,
+            further_tokens=self._draft_queries,
+        )
 
     def _pads(self, num_tokens: int, step: "_Step", *, is_beside: bool) -> bool:
         """Whether a request with one token left to compute is admitted with padding for drafts."""

@@ -127,8 +127,13 @@ def _schedule(original: Function) -> Function:
         from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
         manager = self.kv_cache_manager
-        if isinstance(manager, JengaKVCacheManager) and manager.has_token_budgets:
-            self.need_mamba_block_aligned_split = True  # so that the function below is asked
+        if isinstance(manager, JengaKVCacheManager):
+            # Whether to ask the function below for every request of the step.
+            self.need_mamba_block_aligned_split = (
+                manager.has_token_budgets
+                or bool(self.waiting)
+                or any(request.is_prefill_chunk for request in self.running)
+            )
         step = original(self, throttle_prefills)
         if isinstance(manager, JengaKVCacheManager):
             orders = manager.take_orders()
@@ -153,8 +158,14 @@ def _mamba_block_aligned_split(original: Function) -> Function:
         # Replays call this method without a scheduler.
         manager = getattr(self, "kv_cache_manager", None)
         found = num_new_local_computed_tokens
-        if isinstance(manager, JengaKVCacheManager) and manager.has_token_budgets:
-            return manager.cut_at_prompt(request, num_new_tokens, found)
+        if isinstance(manager, JengaKVCacheManager):
+            if manager.has_token_budgets:
+                return manager.cut_at_prompt(request, num_new_tokens, found)
+            if request.num_computed_tokens + found + num_new_tokens >= request.num_tokens:
+                return num_new_tokens
+            from jenga.vllm_plugin.scheduler.short_requests import beside_short
+
+            return beside_short(self, request, num_new_tokens)
         return original(self, request, num_new_tokens, found, num_external_computed_tokens)
 
     return split
@@ -463,8 +474,9 @@ WHEN_SELECTED = (
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._mamba_block_aligned_split",
         reason=(
-            "the place where vLLM shortens a step of a prompt; layers with a token budget need a "
-            "step that ends with the prompt and has its last queries"
+            "the place where vLLM shortens a step of a prompt; a prompt leaves room for short "
+            "requests behind it, and layers with a token budget need a step that ends with the "
+            "prompt and has its last queries"
         ),
         parameters=(
             "self",

@@ -432,6 +432,22 @@ class JengaKVCacheManager:
                 hit = self.manager.lookup(request.block_hashes, max_tokens=start_token, facts=facts)
         return hit
 
+    def rest_tokens(self, request: "Request") -> int | None:
+        """Count the tokens that a waiting request would compute if it were admitted now.
+
+        Returns:
+            The number of tokens. None if a prompt should leave no room for the request in a step.
+        """
+        if not self.prefix_cache_lookup_enabled(request):
+            refused = self.manager.was_refused(request.request_id)
+            return None if refused else request.num_tokens
+        return self.manager.rest_tokens(
+            request.request_id,
+            request.block_hashes,
+            num_tokens=request.num_tokens,
+            facts=self._facts(request),
+        )
+
     def allocate_slots(
         self,
         request: "Request",
