@@ -343,6 +343,7 @@ def _configured(base: Any, settings: Settings) -> _Config:  # noqa: ANN401
             num_speculative_tokens_per_batch_size=None,
             use_eagle=lambda: False,
             use_eagle_block_drop=lambda: False,
+            needs_eagle_block_drop=lambda: False,  # vLLM 0.33 asks for it
             uses_draft_kv_cache=lambda: False,
         ),
         num_speculative_tokens=drafts.draft_tokens if drafts is not None else 0,

@@ -153,20 +153,20 @@ def _mamba_block_aligned_split(original: Function) -> Function:
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
-
-        # Replays call this method without a scheduler.
+        # Replays call this method without a scheduler. Only our manager has the attribute. It is
+        # asked for instead of the class, because steps of many requests call this for each.
         manager = getattr(self, "kv_cache_manager", None)
+        has_token_budgets = getattr(manager, "has_token_budgets", None)
         found = num_new_local_computed_tokens
-        if isinstance(manager, JengaKVCacheManager):
-            if manager.has_token_budgets:
-                return manager.cut_at_prompt(request, num_new_tokens, found)
-            if request.num_computed_tokens + found + num_new_tokens >= request.num_tokens:
-                return num_new_tokens
-            from jenga.vllm_plugin.scheduler.short_requests import beside_short
+        if manager is None or has_token_budgets is None:
+            return original(self, request, num_new_tokens, found, num_external_computed_tokens)
+        if has_token_budgets:
+            return manager.cut_at_prompt(request, num_new_tokens, found)
+        if request.num_computed_tokens + found + num_new_tokens >= request.num_tokens:
+            return num_new_tokens
+        from jenga.vllm_plugin.scheduler.short_requests import beside_short
 
-            return beside_short(self, request, num_new_tokens)
-        return original(self, request, num_new_tokens, found, num_external_computed_tokens)
+        return beside_short(self, request, num_new_tokens)
 
     return split
 
