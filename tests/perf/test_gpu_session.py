@@ -21,6 +21,7 @@ from perf.gpu.gpu_list import TIME_IS_UP
 from perf.gpu.gpu_session import Session, summary
 from perf.gpu.gpu_stages import Stage, stages
 from perf.harness import timing
+from tests.conftest import ENVIRONMENT
 from tests.vllm_plugin.conftest import engine_environment
 
 PERF = Path(gpu_session.__file__).parents[1]
@@ -265,15 +266,17 @@ def test_a_package_that_is_not_installed_is_announced_as_installing_it_would(tmp
 
 
 def test_engines_of_the_tests_find_what_is_on_the_path_alone(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/site")
-    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    monkeypatch.setenv("VLLM_OTHER", "1")
+    begun = {"PYTHONPATH": "/site", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_OTHER": "1"}
+    for name, value in begun.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    monkeypatch.setenv("SET_BY_A_TEST", "1")
 
     environment = engine_environment()
 
     assert environment["PYTHONPATH"].split(os.pathsep)[-1] == "/site"
     assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "VLLM_OTHER" not in environment
+    assert "SET_BY_A_TEST" not in environment
 
 
 def test_the_commit_is_named_for_a_copy_and_without_git(monkeypatch, tmp_path):
