@@ -191,7 +191,9 @@ class Manager:
         reserve = CacheReserve(allocator, left_share, step_tokens)
         self._gate = AdmissionGate(self._requests, self._checkpoints, self._wait_queue, reserve)
         self._growth = Growth(tables, self.capacity)
-        self._images = RunningImages(tables, self.prefix_cache.tree, self._growth)
+        self._images = RunningImages(
+            tables, self.prefix_cache.tree, self._growth, self.prefix_cache.host
+        )
         self._allocation = PageAllocation(
             allocator, self._growth, self.prefix_cache, in_flight_tokens=in_flight_tokens
         )
@@ -447,7 +449,9 @@ class Manager:
                 self._images.undo(request, images)
                 self._gate.record_refusal(request_id)
                 raise
-            self._images.read(images)
+            if images:
+                self._images.read(request, images)
+                self._images.load(request, images)
             taken = self._images.appended(request, images, taken)
         request.num_tokens = num_tokens
         request.last_step = self._step
@@ -502,6 +506,7 @@ class Manager:
         self._requests[request_id] = request
         if self._prefix_caching and hit is not None:
             request.prefix_hashes = hit.prefix_hashes
+            self._images.note_hit(request, hit)
             self._checkpoints.admit_request(request, hit)
         self._gate.record_admission(request_id, hit)
         return tuple(taken)
@@ -895,13 +900,30 @@ class Manager:
     def is_image_cached(self, image: Image) -> bool:
         """Whether a step that begins an image would find it in the cache, whole.
 
-        Then the encoder need not run. The answer holds until pages are taken.
+        Then the encoder need not run. Content in host memory counts: the step loads it. The answer
+        holds until pages are taken.
         """
         return self._images.is_cached(image)
 
-    def cached_image(self, image: Image) -> dict[int, list[SmallPageId | None]]:
-        """Return where an image is cached: page table of images -> its pages, None for others."""
-        return self._images.cached(image)
+    def is_image_filled(self, request_id: str, table_index: int, number: int) -> bool:
+        """Whether a request's pages of an image hold it before any layer of the step runs.
+
+        This is so for pages that are cached or given up, and for those that the last allocation
+        loads from host memory.
+
+        Args:
+            request_id: The request to which pages were given last.
+            table_index: Page table of images.
+            number: Number of the image among the images of the request.
+
+        Raises:
+            ValueError: The request is not running, there is no such page table of images, or no
+                such image.
+        """
+        request, policy = self._running(request_id), self._image_policy(table_index)
+        self._check_image(request_id, request, number)
+        numbers = policy.pages_of(request.facts, number)
+        return self._images.is_filled(request, self._table(table_index), numbers)
 
     def num_images(self, request_id: str) -> int:
         """Return the number of images with which a running request was admitted.
@@ -950,6 +972,13 @@ class Manager:
                 such image.
         """
         request, policy = self._running(request_id), self._image_policy(table_index)
+        self._check_image(request_id, request, number)
+        numbers = policy.pages_of(request.facts, number)
+        return request.pages.small_pages[table_index][numbers.start : numbers.stop]
+
+    @staticmethod
+    def _check_image(request_id: str, request: Request, number: int) -> None:
+        """Refuse the number of an image that a request does not have."""
         check_count("number", number)
         if number >= len(request.facts.images):
             msg = (
@@ -957,11 +986,9 @@ class Manager:
                 f"{request_id!r}, got {number}"
             )
             raise ValueError(msg)
-        numbers = policy.pages_of(request.facts, number)
-        return request.pages.small_pages[table_index][numbers.start : numbers.stop]
 
     def forget_images(self) -> None:
-        """Forget all cached images, because the encoder has changed.
+        """Forget all cached images, also in host memory, because the encoder has changed.
 
         Running requests keep the pages that they use.
         """

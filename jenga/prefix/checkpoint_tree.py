@@ -446,19 +446,24 @@ class CheckpointTree:
         self._enter_pool(node)
         node.point = self.points.record_point(key, num_tokens, Kind.IMAGE, past)
 
-    def read_images(self, table: Table, pages: Sequence[SmallPageId]) -> None:
+    def read_images(
+        self, table: Table, pages: Sequence[SmallPageId], loaded: Collection[Hashable] = ()
+    ) -> None:
         """Record that a request reads images, of which it found the given pages.
 
         An image that is found whole and has lost its checkpoint is kept again.
+
+        Args:
+            table: Page table of the images.
+            pages: Pages of the arena, in order.
+            loaded: Contents of images with pages that are loaded from host memory. They are kept
+                again when all their pages are committed.
         """
+        for content in loaded:
+            self._record_image_read((IMAGE, table.index, content))
         for key, some in self._images_in(table, pages):
-            node = self._by_key.get(key)
-            if node is not None:
-                self._read(node)
+            if key[2] in loaded or self._record_image_read(key):
                 continue
-            point = self.points.get(key)
-            if point is not None:
-                self.points.record_read(point)
             # An image that is shown twice is found twice. Only the end of an image is found if the
             # hit ends within it.
             numbers = {
@@ -468,9 +473,20 @@ class CheckpointTree:
             if numbers[whole[0]] == 0:
                 self._keep_image(key, table, whole, Past.READ)
 
+    def _record_image_read(self, key: Hashable) -> bool:
+        """Record that a request reads an image. Return whether the image has a checkpoint."""
+        node = self._by_key.get(key)
+        if node is not None:
+            self._read(node)
+            return True
+        point = self.points.get(key)
+        if point is not None:
+            self.points.record_read(point)
+        return False
+
     def _images_in(
         self, table: Table, pages: Sequence[SmallPageId]
-    ) -> Iterator[tuple[Hashable, list[SmallPageId]]]:
+    ) -> Iterator[tuple[tuple[str, int, Hashable], list[SmallPageId]]]:
         """Yield names of images and their pages. Pages without a cached name are left out."""
         names = ((key[0] if isinstance(key, tuple) else None) for key in table.keys_of(pages))
         named = zip(names, pages, strict=True)

@@ -114,7 +114,8 @@ class Checkpoints:
         for table in self._tables:
             if table.policy.names_images and hit.pages[table.index]:
                 pages = [page for page in hit.pages[table.index] if page > 0]
-                self._tree.read_images(table, pages)
+                loaded = table.images_of(hit.facts, hit.host_pages[table.index])
+                self._tree.read_images(table, pages, loaded)
         self.plan_checkpoints(request, asked_tokens=hit.asked_tokens)
 
     def plan_checkpoints(self, request: Request, *, asked_tokens: int) -> None:

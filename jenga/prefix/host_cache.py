@@ -12,7 +12,7 @@ that will probably be evicted in the next step are separate (`write_back_pages`)
 concurrently with the kernels.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from sys import maxsize
 from typing import cast, overload
@@ -312,6 +312,10 @@ class HostCache:
         """Keep pages until they are loaded, even if others are stored before."""
         self._allocator.tables[table.index].share_pages(cast("Sequence[SmallPageId]", pages))
 
+    def unpin_pages(self, table: Table, pages: Sequence[HostPageId]) -> None:
+        """Undo `pin_pages`. The pages become the last to be evicted, the first page last of all."""
+        self._unpin_pages(table.index, pages)
+
     def prefetch_pages(
         self, table: Table, sources: Sequence[HostPageId], targets: Sequence[SmallPageId]
     ) -> list[PageCopy]:
@@ -352,20 +356,42 @@ class HostCache:
         self._time += 1
         for index, pages in self._hosted(hit):
             table = self._tables[index]
-            self._loaded_bytes += len(pages) * table.spec.small_page_bytes
-            if not table.policy.is_overwritten:
-                own_pages = request.pages.small_pages[index]
-                for number, source in hit.host_pages[index].items():
-                    if number < len(own_pages) and own_pages[number] > 0:
-                        self._copies.order_copy(
-                            PageCopy(
-                                table_index=index,
-                                source=source,
-                                target=own_pages[number],
-                                path=CopyPath.FROM_HOST,
-                            )
-                        )
+            if table.policy.is_overwritten:
+                self._loaded_bytes += len(pages) * table.spec.small_page_bytes
+            else:
+                self._order_loads(table, request, hit.host_pages[index])
             self._unpin_pages(index, pages)
+
+    def order_image_loads(
+        self, table: Table, request: Request, sources: Mapping[int, HostPageId]
+    ) -> None:
+        """Order copies of pinned pages of images to the pages that a running request has taken.
+
+        Args:
+            table: Page table of the images.
+            request: The request.
+            sources: Number of a page in the page table of the request -> its page here.
+        """
+        self._time += 1
+        self._order_loads(table, request, sources)
+        self.unpin_pages(table, list(dict.fromkeys(sources.values())))
+
+    def _order_loads(
+        self, table: Table, request: Request, sources: Mapping[int, HostPageId]
+    ) -> None:
+        """Order copies to the pages that a request has. Of images that come later it has none."""
+        own_pages = request.pages.small_pages[table.index]
+        for number, source in sources.items():
+            if number < len(own_pages) and own_pages[number] > 0:
+                self._loaded_bytes += table.spec.small_page_bytes
+                self._copies.order_copy(
+                    PageCopy(
+                        table_index=table.index,
+                        source=source,
+                        target=own_pages[number],
+                        path=CopyPath.FROM_HOST,
+                    )
+                )
 
     @staticmethod
     def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[HostPageId]]]:
@@ -376,6 +402,15 @@ class HostCache:
                 yield index, list(dict.fromkeys(pages.values()))
 
     # Host memory as a whole
+
+    def forget_table(self, table: Table) -> None:
+        """Forget all content of one page table. None of its pages may be pinned."""
+        cache = self._caches[table.index]
+        pages = [SmallPageId(page) for page, key in enumerate(cache.keys) if key is not None]
+        if pages:
+            cache.forget(pages)
+            self._allocator.tables[table.index].discard(pages)
+            self._count_lost(table, len(pages))
 
     def clear(self) -> None:
         """Forget all content."""

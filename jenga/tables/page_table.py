@@ -1,7 +1,8 @@
 """A page table with the manager's data about it: policy, small pages, content and pins."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from jenga.arena.allocator import Allocator
 from jenga.arena.ranks import LOADED_RANK, PINNED_RANK, RankClock
@@ -11,7 +12,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.geometry import Geometry, PageTable
 from jenga.page_ids import SmallPageId
-from jenga.policies import Grain, LayerPolicy
+from jenga.policies import Grain, LayerPolicy, RequestFacts
 from jenga.tables.content_index import ChangeLog, ContentIndex, RecordingIndex
 from jenga.tables.request import Request
 
@@ -62,6 +63,17 @@ class Table:
         """Return the key of each page's content, None where no request may find it."""
         keys = self.cache.keys if self.cache is not None else ()
         return [keys[page] for page in pages]
+
+    def images_of(self, facts: RequestFacts, numbers: Collection[int]) -> set[Hashable]:
+        """Return the contents of the images to which pages of a request belong.
+
+        Args:
+            facts: Facts of the request.
+            numbers: Numbers of pages in its page table. Each belongs to an image with a name.
+        """
+        end = max(numbers, default=-1) + 1
+        keys = self.policy.content_keys(facts, (), self.grain, range(end))
+        return {cast("tuple[Hashable, int]", keys[number])[0] for number in numbers}
 
     def commit_pages(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
         """Let other requests find a request's pages from its first uncommitted one up to `end`.

@@ -9,7 +9,7 @@ from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.prefix import prefetch
-from jenga.spec import ImageEmbedding
+from jenga.spec import CrossAttention, ImageEmbedding
 from jenga.tables.request import CopyPath
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED, WINDOWED, full, geometry, sliding, state
@@ -47,7 +47,7 @@ class Pressure:
             answer_interval_tokens=choose([None, 0, 4, 8]),
             ahead_tokens=choose([0, 0, 1, 5]),
             num_host_large_pages=num_host_large_pages,
-            load_at_once_bytes=choose([0, 0, 0, 300]),
+            load_at_once_bytes=choose([0, 0, 300, 1 << 20]),
             left_share=0.0,
         )
         self.engine = EngineModel(self.manager, HASH_TOKENS)
@@ -69,11 +69,11 @@ class Pressure:
         prompt += [choose("ab") for _ in range(choose([1, 1, 2, 5]))]
         images = ()
         if document % 2:
-            content = b"image %d" % document
-            # Some documents show theirs twice.
+            # Behind the text of several documents. Some show it twice.
+            content = b"image %d" % self.random.randrange(5)
             images = tuple(
                 Image(start_token=start, num_tokens=5, content=content)
-                for start in choose([(2,), (2, 9), (2, 7)])
+                for start in choose([(2,), (2, 9), (2, 7), (12,)])
                 if start + 5 <= len(prompt)
             )
         tokens = (*prompt, *(("out", i) for i in range(choose([1, 3, 9, 14]))))
@@ -148,6 +148,7 @@ class Pressure:
             self.lose(run)
             return
         self.commit(run, run.processed)
+        cached = self._cached_images(run, num_tokens)
         try:
             self.manager.allocate(
                 run.request_id, num_tokens=num_tokens, num_processed_tokens=run.processed
@@ -155,6 +156,7 @@ class Pressure:
         except OutOfPagesError:
             self.preempt(run)
             return
+        run.images_written.update(cached)
         run.scheduled = num_tokens - run.processed
         if run.processed >= run.prompt and run.scheduled <= self.slots:
             # The first token of a step is never a draft.
@@ -162,6 +164,18 @@ class Pressure:
         interval = self.manager.answer_interval_tokens
         if run.processed >= run.prompt and interval and run.processed % interval == 0:
             self.keep(run, run.processed)
+
+    def _cached_images(self, run, num_tokens):
+        """Images that a step begins and the encoder need not write."""
+        return [
+            (index, image.start_token)
+            for index, table in enumerate(self.geometry.page_tables)
+            if isinstance(table.layer_type, CrossAttention | ImageEmbedding)
+            for number, image in enumerate(run.images)
+            if image.start_token < num_tokens
+            and not self.manager.image_pages(run.request_id, index, number)
+            and self.manager.is_image_cached(image)
+        ]
 
     def lose(self, run):
         run.scheduled = run.rejected = 0

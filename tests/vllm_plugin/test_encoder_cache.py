@@ -9,6 +9,7 @@ import torch
 from jenga.errors import InvariantError, OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
+from jenga.tables.request import CopyPath
 from tests.machines.geometries import embedding, full, geometry
 
 pytestmark = pytest.mark.vllm
@@ -56,17 +57,23 @@ def rows_of(name, num_rows):
 class Engine:
     """vLLM's scheduler and a worker, as far as they touch embeddings."""
 
-    def __init__(self, num_large_pages=24):
+    def __init__(self, num_large_pages=24, num_host_large_pages=0):
         from jenga.vllm_plugin.scheduler.encoder_cache import ArenaEncoderCache, ImageBook
         from jenga.vllm_plugin.worker.image_pages import ArenaEmbeddings
 
         self.manager = Manager(
-            VISION, num_large_pages=num_large_pages, prefix_caching=True, hash_tokens=4
+            VISION,
+            num_large_pages=num_large_pages,
+            prefix_caching=True,
+            hash_tokens=4,
+            num_host_large_pages=num_host_large_pages,
         )
         self.book = ImageBook(self.manager, TABLE)
         self.cache = ArenaEncoderCache(cache_size=1)
         self.cache.open(self.manager, self.book)
         self.pages = torch.full((num_large_pages, PAGE_ROWS, WIDTH), float("nan"))
+        self.host_pages = torch.full((num_host_large_pages, PAGE_ROWS, WIDTH), float("nan"))
+        self.num_loaded = 0
         self.embeddings = ArenaEmbeddings(self.pages)
         self.running, self.encoded = [], []
 
@@ -149,6 +156,10 @@ class Engine:
 
     def execute(self):
         """Run the step in the worker, and check every row that it reads."""
+        ahead = self.manager.write_back_pages()
+        for copy in [*self.manager.take_copies(), *ahead]:
+            if copy.table_index == TABLE:
+                self.copy(copy)
         self.embeddings.begin_step(self.cache.get_manager_metadata())
         names = [each.identifier for each in self.inputs]
         assert len(set(names)) == len(names)
@@ -176,6 +187,14 @@ class Engine:
                 if place.offset + place.length <= each.computed:
                     self.cache.free_encoder_input(each, number)
         self.manager.check()
+
+    def copy(self, copy):
+        """Copy a page of embeddings to host memory, or from there."""
+        if copy.path == CopyPath.TO_HOST:
+            self.host_pages[copy.target] = self.pages[copy.source]
+        else:
+            self.num_loaded += 1
+            self.pages[copy.target] = self.host_pages[copy.source]
 
     def step(self, *chunks):
         """Run a step in which each running request gets so many tokens."""
@@ -288,6 +307,30 @@ def test_a_step_is_refused_if_an_image_is_gone_that_vllm_was_told_of():
     assert not engine.book.grant(second, 3, 10)
 
 
+def test_an_image_that_the_arena_lost_is_loaded_and_not_encoded_again():
+    engine = Engine(num_host_large_pages=12)
+    first, second = (request(name, 30, feature("cat", 2, 11)) for name in ("a", "b"))
+    engine.start_step()
+    assert engine.admit(first, 20)
+    assert engine.admit(request("c", 30, feature("cat", 12, 11)), 10)  # ends before its image
+    engine.execute()
+    running = engine.running[1]
+    engine.drop(first)
+    tree, table = engine.manager.prefix_cache.tree, engine.manager._tables[TABLE]
+    content = engine.facts(second).images[0].content
+    engine.start_step()
+    tree.evict(tree.image(table, content))
+    assert engine.schedule(running, 10)
+    assert engine.admit(second, 20)
+    engine.execute()
+
+    assert engine.encoded == ["cat"]
+    assert engine.num_loaded == 2 * 3
+    assert table.page_of((content, 0)) is None
+    engine.start_step()
+    assert all(table.page_of((content, page)) for page in range(3))  # others find it again
+
+
 def test_a_promise_of_a_step_ends_with_it():
     engine = Engine()
     engine.start_step()
@@ -363,10 +406,13 @@ def schedule_running(engine, source, waiting):
                 break
 
 
+@pytest.mark.parametrize("num_host_large_pages", [0, 5, 40])
 @pytest.mark.parametrize("num_large_pages", [11, 16, 40])
-@pytest.mark.parametrize("seed", range(12))
-def test_every_row_is_read_as_the_encoder_made_it_whatever_happens(seed, num_large_pages):
-    source, engine = random.Random(seed), Engine(num_large_pages)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_row_is_read_as_the_encoder_made_it_whatever_happens(
+    seed, num_large_pages, num_host_large_pages
+):
+    source, engine = random.Random(seed), Engine(num_large_pages, num_host_large_pages)
     waiting, finished = [], 0
     for number in range(150):
         if source.random() < 0.5:
@@ -387,6 +433,8 @@ def test_every_row_is_read_as_the_encoder_made_it_whatever_happens(seed, num_lar
                 finished += each.computed == each.num_tokens
                 engine.drop(each)
     assert finished > 10
+    if num_large_pages == 11:
+        assert bool(engine.num_loaded) == (num_host_large_pages > 0)
     for each in list(engine.running):
         engine.drop(each)
     engine.manager.check()

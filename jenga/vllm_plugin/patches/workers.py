@@ -30,7 +30,7 @@ def _warmup_kernels(original: Function) -> Function:
 def _get_kv_cache_spec(original: Function) -> Function:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.config import host_bytes, is_selected
+        from jenga.vllm_plugin.config import is_selected
         from jenga.vllm_plugin.layers.latent_builder import count_absorbed
         from jenga.vllm_plugin.layers.served_layers import check_layers
         from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, measured_spec
@@ -41,9 +41,7 @@ def _get_kv_cache_spec(original: Function) -> Function:
             check_budgets(self.vllm_config, specs)
             check_layers(self.vllm_config, stored=specs)
             count_absorbed(self.vllm_config)
-            rows = measured_spec(
-                self.vllm_config, self.model_runner, host_bytes=host_bytes(self.vllm_config)
-            )
+            rows = measured_spec(self.vllm_config, self.model_runner)
             if rows is not None:
                 specs = {**specs, IMAGE_LAYER: rows}
         return specs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 
 from jenga.manager import Manager
-from jenga.page_ids import NULL_PAGE, SmallPageId
+from jenga.page_ids import SmallPageId
 from jenga.tables.request import MISSING, PrefixHit
 from jenga.vllm_plugin.orders.step_images import StepImages
 from jenga.vllm_plugin.scheduler.encoder_hits import image_of
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 class ImageBook:
     """Records which embeddings the pages of running requests hold.
 
-    An input of a request is *held* from the step on that writes it, or that shares pages in which
-    it was found, until all its tokens are processed. Only held pages are read.
+    An input of a request is *held* from the step on that writes it, loads it from host memory or
+    shares pages in which it was found. It is held until all its tokens are processed. Only held
+    pages are read.
     """
 
     __slots__ = (
         "_encoding",
+        "_granted",
         "_held",
         "_hit",
         "_manager",
@@ -56,6 +58,7 @@ class ImageBook:
         # The following describe the step that is being scheduled.
         self._promised: set[tuple[str, int]] = set()  # inputs that vLLM was told are cached
         self._encoding: dict[str, str] = {}  # identifier -> request that encodes it
+        self._granted: list[str] = []  # requests that got images that vLLM was told are cached
         self._written: list[tuple[str, int]] = []  # inputs whose pages the encoder fills
         self._step: dict[str, tuple[Request, int, int]] = {}  # its requests, first and end token
 
@@ -65,13 +68,15 @@ class ImageBook:
         """Forget the step before. Promises of it that led nowhere end here.
 
         Returns:
-            Requests that have encoded in the step before, and still run. Their images can be
-            committed, because the next step reads them after that step has written them.
+            Requests that have encoded images or got cached ones in the step before, and still run.
+            Their images can be committed, because the next step reads them after that step has
+            written or loaded them.
         """
-        names = dict.fromkeys(request_id for request_id, _ in self._written)
+        names = dict.fromkeys([*(request_id for request_id, _ in self._written), *self._granted])
         encoded = [self._step[name][0] for name in names if name in self._step]
         self._promised.clear()
         self._encoding.clear()
+        self._granted.clear()
         self._written.clear()
         self._step.clear()
         self._hit = None
@@ -97,22 +102,17 @@ class ImageBook:
         promised = [number for owner, number in self._promised if owner == name]
         # The step may end before an image that vLLM asked for.
         promised = [number for number in promised if self._pages(name, number)]
-        if not all(self._is_filled(request, number) for number in promised):
+        if not all(
+            self._manager.is_image_filled(name, self._table_index, number) for number in promised
+        ):
             return False
+        if promised:
+            self._granted.append(name)
         self._owners[name] = request
         self._held.setdefault(name, set()).update(promised)
         self._promised = {each for each in self._promised if each[0] != name}
         self._step[name] = (request, start_token, end_token)
         return True
-
-    def _is_filled(self, request: "Request", number: int) -> bool:
-        """Whether a request's pages of an image are those in which it is cached."""
-        pages = self._manager.image_pages(request.request_id, self._table_index, number)
-        cached = self._manager.cached_image(image_of(request.mm_features[number]))
-        return all(
-            page in (NULL_PAGE, found)
-            for page, found in zip(pages, cached[self._table_index], strict=True)
-        )
 
     def forget(self, request_id: str) -> None:
         """Record that a request ended, is preempted, or was not admitted."""
@@ -165,8 +165,10 @@ class ImageBook:
             return False
         hit = self._hit[1]
         wanted = self._manager.image_numbers(hit, self._table_index, number)
-        found = hit.pages[self._table_index]
-        return wanted.stop <= len(found) and all(found[page] != MISSING for page in wanted)
+        found, on_host = hit.pages[self._table_index], hit.host_pages[self._table_index]
+        return wanted.stop <= len(found) and all(
+            found[page] != MISSING or page in on_host for page in wanted
+        )
 
     def may_encode(self, request: "Request", number: int) -> bool:
         """Whether the step may encode an input of a request.

@@ -32,13 +32,8 @@ ENCODER_CACHE_PATH = "jenga.vllm_plugin.scheduler.encoder_cache.ArenaEncoderCach
 """Path of the class that takes the place of vLLM's encoder cache in the scheduler."""
 
 
-def why_not_in_arena(vllm_config: "VllmConfig", *, host_bytes: int) -> str:
-    """Get the reason why embeddings stay in vLLM's encoder cache. It is empty if they do not.
-
-    Args:
-        vllm_config: Configuration of the engine.
-        host_bytes: Size of host memory for evicted pages, 0 for none.
-    """
+def why_not_in_arena(vllm_config: "VllmConfig") -> str:
+    """Get the reason why embeddings stay in vLLM's encoder cache. It is empty if they do not."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model is None or not model.supports_multimodal_inputs or model.is_encoder_decoder:
         return "the model puts no embeddings in the place of tokens"
@@ -54,7 +49,6 @@ def why_not_in_arena(vllm_config: "VllmConfig", *, host_bytes: int) -> str:
         "the model is spread over a pipeline": vllm_config.parallel_config.pipeline_parallel_size
         > 1,
         "several engines share the arena": read_settings(os.environ).shared_arena is not None,
-        "--kv-offloading-size is set": host_bytes > 0,
         "a draft head reads tokens ahead": vllm_config.num_prefill_lookahead_tokens > 0,
         "embeddings are pruned": bool(
             options is not None and options.is_multimodal_pruning_enabled()
@@ -71,15 +65,12 @@ def why_not_in_arena(vllm_config: "VllmConfig", *, host_bytes: int) -> str:
 def measured_spec(
     vllm_config: "VllmConfig",
     model_runner: Any,  # noqa: ANN401
-    *,
-    host_bytes: int,
 ) -> "KVCacheSpec | None":
     """Run a worker's encoder once for each kind of input, and report the rows that it makes.
 
     Args:
         vllm_config: Configuration of the engine.
         model_runner: Either of vLLM's, with its model loaded.
-        host_bytes: Size of host memory for evicted pages, 0 for none.
 
     Returns:
         A spec whose block holds the rows of the largest input. None if embeddings stay in vLLM's
@@ -88,7 +79,7 @@ def measured_spec(
     import torch
     from vllm.logger import init_logger
 
-    reason = why_not_in_arena(vllm_config, host_bytes=host_bytes)
+    reason = why_not_in_arena(vllm_config)
     outputs: list[torch.Tensor] = []
     if not reason:
         with torch.inference_mode():
