@@ -231,8 +231,9 @@ def _result(outputs):
             "tokens": list(output.outputs[0].token_ids),
             "logprobs": [
                 {str(token): entry.logprob for token, entry in position.items()}
-                for position in output.outputs[0].logprobs
+                for position in output.outputs[0].logprobs or ()
             ],
+            "finish_reason": output.outputs[0].finish_reason,
             "cached_tokens": output.num_cached_tokens or 0,
         }
         for output in outputs

@@ -82,6 +82,12 @@ SERVED = {
         "Host memory (`--kv-offloading-size`)": (
             "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
         ),
+        "Image embeddings in host memory": (
+            "test_image_pages.py::test_images_that_a_small_arena_lost_come_back_from_host_memory"
+        ),
+        "Images in host memory that cross attention reads (Llama 3.2 Vision)": (
+            "test_mllama.py::test_requests_are_preempted_and_images_evicted_in_a_small_arena"
+        ),
         "Usage of requests: cached tokens, tokens added to the cache": (
             "test_engine_numbers.py::test_usage_tells_what_the_same_prompt_and_a_longer_one_find"
         ),

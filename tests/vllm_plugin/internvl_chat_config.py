@@ -1,6 +1,6 @@
-"""Configuration class of a tiny InternVL, copied beside its weights.
+"""Configuration classes of a tiny InternVL and a tiny NVLM, copied beside their weights.
 
-Neither vLLM nor transformers has one. Published models bring theirs, which vLLM reads with
+Neither vLLM nor transformers has them. Published models bring theirs, which vLLM reads with
 `--trust-remote-code`. So this file stands alone.
 """
 
@@ -16,3 +16,9 @@ class InternVLChatConfig(PretrainedConfig):
         super().__init__(**fields)
         self.vision_config = PretrainedConfig(**(vision_config or {}))
         self.llm_config = PretrainedConfig(**(llm_config or {}))
+
+
+class NVLMConfig(InternVLChatConfig):
+    """The same fields under another name."""
+
+    model_type = "NVLM_D"

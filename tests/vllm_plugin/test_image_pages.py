@@ -15,7 +15,7 @@ from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_images import OPTIONS, prompts_about_images
 from tests.vllm_plugin.test_layout import MIB, engine_config
-from tests.vllm_plugin.tiny_vision_models import PLACEHOLDERS, TOKEN_IDS
+from tests.vllm_plugin.tiny_vision_models import NVLM_IMAGE, PLACEHOLDERS, TOKEN_IDS
 
 pytestmark = pytest.mark.vllm
 
@@ -165,12 +165,25 @@ SMALL = {"kv_cache_memory_bytes": 24 * 49152}
 """Room for one request of the largest length, and for little else."""
 SMALL_BESIDE_WINDOWS = {"kv_cache_memory_bytes": 18 * 65536}
 """The least that Gemma 3 and PaliGemma 2 start with."""
+HOST = {"kv_offloading_size": 1 / 32}
 
 
-def run_both(run_engine, model, prompts, images, *, options=None, environment=None, **job):
+def run_both(
+    run_engine, model, prompts, images, *, options=None, own=None, environment=None, **job
+):
     """Run the stock engine and ours on the same prompts, twice each.
 
-    InternVL2 and Phi-3 Vision bring classes of their own, which vLLM is told to trust.
+    InternVL2, NVLM and Phi-3 Vision bring classes of their own, which vLLM is told to trust.
+
+    Args:
+        run_engine: The fixture.
+        model: Directory of the model.
+        prompts: Tokens of each prompt.
+        images: Seeds of the images of each prompt.
+        options: Options of both engines.
+        own: Options of our engine alone.
+        environment: Variables of our engine alone.
+        job: Further fields of both jobs.
     """
     options = {"max_num_batched_tokens": 48, "trust_remote_code": True} | (options or {})
     job |= {"reads_images": True, "by_references": True, "image_seeds": images * 2, "rounds": 2}
@@ -180,7 +193,7 @@ def run_both(run_engine, model, prompts, images, *, options=None, environment=No
     ours = run_engine(
         model,
         prompts * 2,
-        options=OPTIONS | options,
+        options=OPTIONS | options | (own or {}),
         environment=environment,
         fill_arena=True,
         report_manager=True,
@@ -196,7 +209,8 @@ def tables_of(result):
 
 
 def images_of(name):
-    return {"internvl_chat": TILED_IMAGES, "phi3_v": CROPPED_IMAGES}.get(name, IMAGES)
+    tiled = dict.fromkeys(("internvl_chat", "nvlm_d"), TILED_IMAGES)
+    return (tiled | {"phi3_v": CROPPED_IMAGES}).get(name, IMAGES)
 
 
 def options_of(name):
@@ -205,8 +219,21 @@ def options_of(name):
 
 
 def prompts_of(name):
-    """Make prompts about images. Those of Phi-3 Vision name the first image and the second."""
+    """Make prompts about images.
+
+    Those of Phi-3 Vision name the first image and the second. NVLM wants a line feed behind each.
+    """
     prompts = prompts_about_images(name)
+    if name == "nvlm_d":
+        image, line_feed = NVLM_IMAGE
+        return [
+            [
+                each
+                for token in prompt
+                for each in ([token, line_feed] if token == image else [token])
+            ]
+            for prompt in prompts
+        ]
     if name == "phi3_v":
         first = TOKEN_IDS[PLACEHOLDERS[name]]
         for prompt in prompts:
@@ -221,6 +248,7 @@ def prompts_of(name):
     [
         "llava_onevision",
         pytest.param("internvl_chat", marks=pytest.mark.slow),
+        pytest.param("nvlm_d", marks=pytest.mark.slow),
         pytest.param("phi3_v", marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
     ],
@@ -270,6 +298,38 @@ def test_images_give_way_and_requests_are_preempted_in_a_small_arena(
     assert evicted(ours)["images"] > 0
 
 
+def check_host(alone, ours, num_images, *, table="images"):
+    """Check that host memory had all images that the arena lost, and not every image alone.
+
+    Args:
+        alone: Result without host memory.
+        ours: Result of the same requests with it.
+        num_images: Number of different images.
+        table: Page table of the images.
+    """
+    assert alone["host"] is None
+    assert sum(alone["encoded"]) > num_images
+    assert ours["host"]["loaded_bytes"] > 0
+    assert sum(ours["encoded"]) == num_images
+    for each in (alone, ours):
+        assert each["preemptions"] > 0
+        assert evicted(each)[table] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat", "qwen2_5_vl"])
+def test_images_that_a_small_arena_lost_come_back_from_host_memory(
+    tiny_vision_model, run_engine, name
+):
+    model, prompts, images = tiny_vision_model(name), prompts_about_images(name), images_of(name)
+    job = {"options": SMALL, "max_tokens": 40}
+
+    alone, _ = run_both(run_engine, model, prompts * 2, images * 2, **job)
+    ours, _ = run_both(run_engine, model, prompts * 2, images * 2, own=HOST, **job)
+
+    check_host(alone, ours, NUM_IMAGES)
+
+
 @pytest.mark.slow
 def test_the_same_image_twice_in_a_prompt_is_encoded_once(tiny_vision_model, run_engine):
     name = "llava_onevision"
@@ -305,7 +365,7 @@ def test_requests_with_two_images_of_phi_3_vision_fill_a_small_arena(tiny_vision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat"])
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat", "qwen2_5_vl"])
 def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine, name):
     model, prompts = tiny_vision_model(name), prompts_about_images(name)[:2]
 
@@ -315,6 +375,29 @@ def test_the_second_runner_reads_the_same_pages(tiny_vision_model, run_engine, n
 
     assert tables_of(ours)[-1] == "images"
     assert sum(ours["encoded"]) == 3
+
+
+@pytest.mark.slow
+def test_the_second_runner_reads_images_that_come_back_from_host_memory(
+    tiny_vision_model, run_engine
+):
+    name = "llava_onevision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+
+    ours, _ = run_both(
+        run_engine,
+        model,
+        prompts,
+        IMAGES,
+        options=SMALL,
+        own=HOST,
+        environment={V2_RUNNER: "1"},
+        max_tokens=3,
+    )
+
+    assert evicted(ours)["images"] > 0
+    assert ours["host"]["loaded_bytes"] > 0
+    assert sum(ours["encoded"]) == NUM_IMAGES
 
 
 @pytest.mark.slow
@@ -414,6 +497,18 @@ def test_an_image_that_one_step_reads_whole_is_encoded_once(tiny_vision_model, r
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3_vision", "paligemma"])
+def test_the_second_runner_reads_whole_images_from_the_same_pages(
+    tiny_vision_model, run_engine, name
+):
+    ours, num_images = run_beside_transformers(
+        run_engine, name, tiny_vision_model(name), environment={V2_RUNNER: "1"}, max_tokens=3
+    )
+
+    assert sum(ours["encoded"]) == num_images
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paligemma"])
 def test_images_that_one_step_reads_whole_give_way_in_a_small_arena(
     tiny_vision_model, run_engine, name
@@ -429,6 +524,26 @@ def test_images_that_one_step_reads_whole_give_way_in_a_small_arena(
 
     assert ours["preemptions"] > 0
     assert evicted(ours)["images"] > 0
+
+
+@pytest.mark.slow
+def test_images_that_one_step_reads_whole_come_back_from_host_memory(tiny_vision_model, run_engine):
+    name = "gemma3_vision"
+    model, texts = tiny_vision_model(name), prompts_of_lengths((14, 15, 16), seed=8)
+
+    (alone, num_images), (ours, _) = (
+        run_beside_transformers(
+            run_engine,
+            name,
+            model,
+            texts=texts,
+            options=SMALL_BESIDE_WINDOWS | host,
+            max_tokens=48,
+        )
+        for host in ({}, HOST)
+    )
+
+    check_host(alone, ours, num_images)
 
 
 @pytest.mark.slow

@@ -165,7 +165,9 @@ def test_two_tensor_parallel_workers_read_images_and_find_them_again(
 
 
 @pytest.mark.slow
-def test_requests_are_preempted_and_images_evicted_in_a_small_arena(compare):
+@pytest.mark.parametrize("host", [{}, {"kv_offloading_size": 1 / 32}], ids=["alone", "on_host"])
+def test_requests_are_preempted_and_images_evicted_in_a_small_arena(host, compare):
+    """Images that were evicted are encoded again, but with host memory none is."""
     sizes = (SMALL, LARGE, WIDE, LARGE)
     images = [[seed, *size] for seed, size in enumerate(sizes)]
     asked = [
@@ -177,14 +179,50 @@ def test_requests_are_preempted_and_images_evicted_in_a_small_arena(compare):
     # Of 15 large pages but the null page, a request of the longest takes 7 to 9 at its end.
     ours = compare(
         asked + asked[::-1],
-        options=CACHING | {"kv_cache_memory_bytes": 15 * LARGE_PAGE_BYTES + 5000},
+        options=CACHING | {"kv_cache_memory_bytes": 15 * LARGE_PAGE_BYTES + 5000} | host,
         max_tokens=40,
         rounds=2,
     )
 
     assert ours["preemptions"] > 0
-    assert sum(ours["encoded"]) > len(images)
+    (cross,) = [table for table in ours["cache"]["evictions"] if table["name"] == "cross"]
+    assert cross["with_checkpoint"] > 0
+    if host:
+        assert ours["host"]["loaded_bytes"] > 0
+        assert sum(ours["encoded"]) == len(images)
+    else:
+        assert sum(ours["encoded"]) > len(images)
     assert ours["arena_bytes"] == [15 * LARGE_PAGE_BYTES]
+
+
+@pytest.mark.slow
+def test_a_request_whose_images_never_fit_ends_with_an_error_and_others_go_on(
+    tiny_vision_model, run_engine, compare
+):
+    images = [[seed, *LARGE] for seed in range(4)]
+    # Its four images take 7 large pages, and its 250 tokens take 8. The arena has 14 of them.
+    never = (prompt(50, None, 50, None, 50, None, 50, None, seed=9), images)
+    prompts, seeds = [list(each) for each in zip(*MIXED[:2], never, *MIXED[2:], strict=True)]
+    expected = compare(MIXED, options=CACHING, max_tokens=42)
+
+    ours = run_engine(
+        tiny_vision_model("mllama"),
+        prompts,
+        reads_images=True,
+        image_seeds=seeds,
+        max_tokens=42,
+        options=OPTIONS | CACHING | {"kv_cache_memory_bytes": 15 * LARGE_PAGE_BYTES + 5000},
+        by_references=True,
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert "error" not in ours, ours["error"][-4000:]
+    refused = ours["outputs"].pop(2)
+    assert (refused["finish_reason"], refused["tokens"]) == ("error", [])
+    assert_same_generation(ours, expected)
+    assert "the arena cannot hold its 204 tokens and 4 images at once" in ours["log"]
+    assert ours["request_tokens"] == {}
 
 
 def test_plan_and_engine_count_the_same_layers(tmp_path):

@@ -1,7 +1,7 @@
-"""A tiny InternVL2 with random weights, as the published one of 8B parameters is built.
+"""A tiny InternVL2 and a tiny NVLM with random weights, built as the published ones are.
 
-It reads an image as tiles of equal size, at most `MAX_TILES`. Of several tiles, a thumbnail of the
-whole image comes last. The language model is InternLM2.
+They read an image as tiles of equal size, at most `MAX_TILES`. Of several tiles, a thumbnail of the
+whole image comes last. The language model of InternVL2 8B is InternLM2, and that of NVLM is Qwen2.
 """
 
 import json
@@ -72,82 +72,148 @@ _CONFIG = {
 }
 
 
-def save(path: Path, tokenizer, *, first_special_token: int) -> None:
-    """Save the model as the directory `path`, under the names of published weights.
+_NVLM_CONFIG = _CONFIG | {
+    "architectures": ["NVLM_D"],
+    "model_type": "NVLM_D",
+    "auto_map": {"AutoConfig": "internvl_chat_config.NVLMConfig"},
+    "llm_config": _TEXT
+    | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+}
+_NVLM_DUMMY_HEADS = 7
+"""Heads of NVLM's vision layers beside those that its configuration names."""
+
+
+def save(path: Path, tokenizer, *, first_special_token: int, is_nvlm: bool = False) -> None:
+    """Save a model as the directory `path`, under the names of published weights.
 
     Args:
         path: To make.
-        tokenizer: Knows `<image>`, `<img>`, `</img>` and `<IMG_CONTEXT>`.
+        tokenizer: Knows the tokens that stand for an image, its start, its end and its embeddings.
         first_special_token: Tokens from here on get rows of zeros.
+        is_nvlm: Whether the model is NVLM instead of InternVL2.
     """
     from safetensors.torch import save_file
 
     path.mkdir(parents=True)
-    save_file(_weights(first_special_token), path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    text = _qwen2_weights() if is_nvlm else _internlm2_weights()
+    (embeddings,) = [name for name in text if "embed" in name]
+    text[embeddings].mul_(0.2)
+    text[embeddings][first_special_token:] = 0
+    weights = {f"language_model.{name}": part for name, part in text.items()}
+    num_heads = _VISION["num_attention_heads"] + (_NVLM_DUMMY_HEADS if is_nvlm else 0)
+    weights |= {f"vision_model.{name}": part for name, part in _vision_weights(num_heads).items()}
+    weights |= _nvlm_projector_weights() if is_nvlm else _projector_weights()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = _NVLM_CONFIG if is_nvlm else _CONFIG
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shutil.copy(Path(__file__).with_name("internvl_chat_config.py"), path)
     tokenizer.save_pretrained(path)
 
 
-def _weights(first_special_token):
+def _normal(*shape):
     import torch
 
-    def normal(*shape):
-        return _STANDARD_DEVIATION * torch.randn(shape)
+    return _STANDARD_DEVIATION * torch.randn(shape)
 
-    def scale(width):
-        return 1 + normal(width)
 
+def _scale(width):
+    return 1 + _normal(width)
+
+
+def _internlm2_weights():
     width, inner = _TEXT["hidden_size"], _TEXT["intermediate_size"]
     num_heads = _TEXT["num_attention_heads"] + 2 * _TEXT["num_key_value_heads"]
     weights = {
-        "model.tok_embeddings.weight": 0.2 * normal(VOCAB_SIZE, width),
-        "model.norm.weight": scale(width),
-        "output.weight": normal(VOCAB_SIZE, width),
+        "model.tok_embeddings.weight": _normal(VOCAB_SIZE, width),
+        "model.norm.weight": _scale(width),
+        "output.weight": _normal(VOCAB_SIZE, width),
     }
-    weights["model.tok_embeddings.weight"][first_special_token:] = 0
     for index in range(_TEXT["num_hidden_layers"]):
         layer = {
-            "attention.wqkv": normal(num_heads * HEAD_DIM, width),
-            "attention.wo": normal(width, width),
-            "feed_forward.w1": normal(inner, width),
-            "feed_forward.w3": normal(inner, width),
-            "feed_forward.w2": normal(width, inner),
-            "attention_norm": scale(width),
-            "ffn_norm": scale(width),
+            "attention.wqkv": _normal(num_heads * HEAD_DIM, width),
+            "attention.wo": _normal(width, width),
+            "feed_forward.w1": _normal(inner, width),
+            "feed_forward.w3": _normal(inner, width),
+            "feed_forward.w2": _normal(width, inner),
+            "attention_norm": _scale(width),
+            "ffn_norm": _scale(width),
         }
         weights |= {f"model.layers.{index}.{name}.weight": part for name, part in layer.items()}
-    weights = {f"language_model.{name}": part for name, part in weights.items()}
+    return weights
 
+
+def _qwen2_weights():
+    width, inner = _TEXT["hidden_size"], _TEXT["intermediate_size"]
+    queries, keys = (_TEXT[f"num_{of}_heads"] * HEAD_DIM for of in ("attention", "key_value"))
+    weights = {
+        "model.embed_tokens.weight": _normal(VOCAB_SIZE, width),
+        "model.norm.weight": _scale(width),
+        "lm_head.weight": _normal(VOCAB_SIZE, width),
+    }
+    for index in range(_TEXT["num_hidden_layers"]):
+        layer = {
+            "self_attn.o_proj.weight": _normal(width, queries),
+            "mlp.gate_proj.weight": _normal(inner, width),
+            "mlp.up_proj.weight": _normal(inner, width),
+            "mlp.down_proj.weight": _normal(width, inner),
+            "input_layernorm.weight": _scale(width),
+            "post_attention_layernorm.weight": _scale(width),
+        }
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            layer[f"self_attn.{name}_proj.weight"] = _normal(rows, width)
+            layer[f"self_attn.{name}_proj.bias"] = _normal(rows)
+        weights |= {f"model.layers.{index}.{name}": part for name, part in layer.items()}
+    return weights
+
+
+def _vision_weights(num_heads):
     seen, seen_inner = _VISION["hidden_size"], _VISION["intermediate_size"]
+    heads = num_heads * (seen // _VISION["num_attention_heads"])
     side, num_patches = _VISION["patch_size"], (TILE_SIDE // _VISION["patch_size"]) ** 2
     vision = {
-        "embeddings.class_embedding": normal(1, 1, seen),
-        "embeddings.position_embedding": normal(1, 1 + num_patches, seen),
-        "embeddings.patch_embedding.weight": normal(seen, 3, side, side),
-        "embeddings.patch_embedding.bias": normal(seen),
+        "embeddings.class_embedding": _normal(1, 1, seen),
+        "embeddings.position_embedding": _normal(1, 1 + num_patches, seen),
+        "embeddings.patch_embedding.weight": _normal(seen, 3, side, side),
+        "embeddings.patch_embedding.bias": _normal(seen),
     }
     for index in range(_VISION["num_hidden_layers"]):
         shapes = {
-            "attn.qkv": (3 * seen, seen),
-            "attn.proj": (seen, seen),
+            "attn.qkv": (3 * heads, seen),
+            "attn.proj": (seen, heads),
             "mlp.fc1": (seen_inner, seen),
             "mlp.fc2": (seen, seen_inner),
         }
-        layer = {f"{name}.weight": normal(*shape) for name, shape in shapes.items()}
-        layer |= {f"{name}.bias": normal(shape[0]) for name, shape in shapes.items()}
-        layer |= {f"norm{number}.weight": scale(seen) for number in (1, 2)}
-        layer |= {f"norm{number}.bias": normal(seen) for number in (1, 2)}
-        layer |= {f"ls{number}": scale(seen) for number in (1, 2)}
+        layer = {f"{name}.weight": _normal(*shape) for name, shape in shapes.items()}
+        layer |= {f"{name}.bias": _normal(shape[0]) for name, shape in shapes.items()}
+        layer |= {f"norm{number}.weight": _scale(seen) for number in (1, 2)}
+        layer |= {f"norm{number}.bias": _normal(seen) for number in (1, 2)}
+        layer |= {f"ls{number}": _scale(seen) for number in (1, 2)}
         vision |= {f"encoder.layers.{index}.{name}": part for name, part in layer.items()}
-    weights |= {f"vision_model.{name}": part for name, part in vision.items()}
+    return vision
 
-    weights |= {  # what makes embeddings of four patches each
-        "mlp1.0.weight": scale(4 * seen),
-        "mlp1.0.bias": normal(4 * seen),
-        "mlp1.1.weight": normal(width, 4 * seen),
-        "mlp1.1.bias": normal(width),
-        "mlp1.3.weight": normal(width, width),
-        "mlp1.3.bias": normal(width),
+
+def _projector_weights():
+    """Make what turns four patches each into embeddings."""
+    seen, width = 4 * _VISION["hidden_size"], _TEXT["hidden_size"]
+    return {
+        "mlp1.0.weight": _scale(seen),
+        "mlp1.0.bias": _normal(seen),
+        "mlp1.1.weight": _normal(width, seen),
+        "mlp1.1.bias": _normal(width),
+        "mlp1.3.weight": _normal(width, width),
+        "mlp1.3.bias": _normal(width),
     }
-    return weights
+
+
+def _nvlm_projector_weights():
+    seen, inner, width = (
+        4 * _VISION["hidden_size"],
+        _TEXT["intermediate_size"],
+        _TEXT["hidden_size"],
+    )
+    return {
+        "mlp1.0.weight": _scale(seen),
+        "mlp1.0.bias": _normal(seen),
+        "mlp1.1.weight": _normal(inner, seen),
+        "mlp1.3.weight": _normal(width, inner),
+    }

@@ -28,6 +28,13 @@ _SPECIAL_TOKENS = (
 TOKEN_IDS = {token: FIRST_SPECIAL_TOKEN + index for index, token in enumerate(_SPECIAL_TOKENS)}
 _INTERNVL_TOKENS = ("<image>", "<img>", "</img>", "<IMG_CONTEXT>")
 """The first one is what stands for an image in a prompt, as in the others."""
+_NVLM_TOKENS = (
+    *("<image>", "\n", "<Image>", "</Image>", "<|vision_pad|>"),
+    *(f"<tile_{number}>" for number in range(1, tiny_internvl.MAX_TILES + 1)),
+    "<tile_global_thumbnail>",
+)
+NVLM_IMAGE = [FIRST_SPECIAL_TOKEN, FIRST_SPECIAL_TOKEN + 1]
+"""Tokens that stand for an image in a prompt to NVLM: `<image>` and a line feed."""
 
 _VISION = {
     "hidden_size": 64,
@@ -360,6 +367,7 @@ PLACEHOLDERS = {
     "gemma4_vision": "<image>",
     "internvl_chat": "<image>",
     "llava_onevision": "<image>",
+    "nvlm_d": "<image>",
     "phi3_v": "<image>",
     "qwen2_5_vl": "<image>",
 }
@@ -371,9 +379,12 @@ def main(name: str, path: Path) -> None:
     import torch
 
     torch.manual_seed(0)
-    if name == "internvl_chat":  # transformers has no class for it
-        tokenizer = _tokenizer_of(_INTERNVL_TOKENS)
-        tiny_internvl.save(path, tokenizer, first_special_token=FIRST_SPECIAL_TOKEN)
+    if name in ("internvl_chat", "nvlm_d"):  # transformers has no class for them
+        is_nvlm = name == "nvlm_d"
+        tokenizer = _tokenizer_of(_NVLM_TOKENS if is_nvlm else _INTERNVL_TOKENS)
+        tiny_internvl.save(
+            path, tokenizer, first_special_token=FIRST_SPECIAL_TOKEN, is_nvlm=is_nvlm
+        )
         return
     if name == "phi3_v":  # nor for this
         tiny_phi3_v.save(path, first_placeholder=FIRST_SPECIAL_TOKEN)
