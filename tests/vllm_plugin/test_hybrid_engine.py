@@ -76,21 +76,22 @@ def test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arena_bytes"), [("granite_hybrid", 5 << 19), ("jamba", 1 << 20), ("lfm2", 1 << 20)]
+    ("name", "arena_bytes"),
+    [("granite_hybrid", 5 << 19), ("jamba", 1 << 20), ("mamba", 1 << 20), ("lfm2", 1 << 20)],
 )
 def test_hybrids_in_an_arena_that_always_evicts_lose_nothing(
     name, arena_bytes, tiny_model, run_engine
 ):
     prompts = prompts_over_shared_prefixes(24, seed=23)
     options = CUTS | {"max_num_seqs": 4}
-    is_jamba = name == "jamba"
+    is_mamba1 = name in ("jamba", "mamba")
 
     theirs = run_engine(
         tiny_model(name),
         prompts,
         turns=[TURN],
         options=options,
-        **({"script": "reference_process.py"} if is_jamba else {}),
+        **({"script": "reference_process.py"} if is_mamba1 else {}),
     )
     ours = run_engine(
         tiny_model(name),

@@ -64,8 +64,9 @@ def test_replayed_steps_of_windows_read_what_later_steps_wrote(tiny_model, run_e
 
 
 @pytest.mark.slow
-def test_an_arena_that_evicts_and_preempts(tiny_model, run_engine, run_ours):
-    model = tiny_model("gpt_oss")
+@pytest.mark.parametrize("name", ["gpt_oss", "mistral"])
+def test_an_arena_that_evicts_and_preempts(name, tiny_model, run_engine, run_ours):
+    model = tiny_model(name)
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5, shared_tokens=40)
 
     stock = run_engine(model, prompts, max_tokens=45)
@@ -167,7 +168,7 @@ def test_replayed_steps_of_latent_attention(tiny_model, run_engine, run_ours):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "llama4", "lfm2"])
+@pytest.mark.parametrize("name", ["jamba", "mamba", "qwen3_next", "llama4", "lfm2"])
 def test_replayed_steps_generate_what_transformers_generates(
     name, tiny_model, run_engine, run_ours
 ):

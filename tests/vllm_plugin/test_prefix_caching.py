@@ -41,13 +41,16 @@ def check_hits(result):
 
 
 @pytest.mark.slow
-def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny_model, run_engine):
+@pytest.mark.parametrize("name", ["gpt_oss", "mistral"])
+def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(
+    name, tiny_model, run_engine
+):
     prompts = prompts_over_shared_prefixes(40, seed=11)
     options = {"max_num_seqs": 4}
 
-    stock = run_engine(tiny_model("gpt_oss"), prompts, max_tokens=4, options=options)
+    stock = run_engine(tiny_model(name), prompts, max_tokens=4, options=options)
     ours = run_engine(
-        tiny_model("gpt_oss"),
+        tiny_model(name),
         prompts,
         max_tokens=4,
         options=options | JENGA | {"kv_cache_memory_bytes": 5 << 18},

@@ -44,6 +44,20 @@ def character_llama():
     return LlamaForCausalLM(config)
 
 
+def mistral():
+    """Get a Mistral with layers of both kinds, as Ministral 8B has them."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        head_dim=HEAD_DIM,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+        sliding_window=40,
+    )
+    return MistralForCausalLM(config)
+
+
 def gemma2():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -244,6 +258,25 @@ def jamba():
     return JambaForCausalLM(config)
 
 
+def mamba():
+    """Get a Mamba: recurrent layers alone."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        state_size=16,
+        num_hidden_layers=3,
+        time_step_rank=8,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_mambapy=False,
+    )
+    return MambaForCausalLM(config)
+
+
 def nemotron_h():
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
@@ -406,6 +439,7 @@ MAKERS = {
     "llama": llama,
     "llama_fp8_cache": llama,
     "character_llama": character_llama,
+    "mistral": mistral,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_256": gemma3_256,
@@ -422,6 +456,7 @@ MAKERS = {
     "granite_hybrid": granite_hybrid,
     "granite_hybrid_64": lambda: granite_hybrid(num_heads=4, head_dim=64, d_state=64),
     "jamba": jamba,
+    "mamba": mamba,
     "nemotron_h": nemotron_h,
     "qwen3_next": qwen3_next,
     "qwen3_next_64": lambda: qwen3_next(linear_key_head_dim=64, linear_value_head_dim=64),
