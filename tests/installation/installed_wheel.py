@@ -28,7 +28,7 @@ SELECTION = (
     "tests/models/test_known.py",
     "tests/sim/test_report.py",
     "tests/kernels/test_kv_store.py",
-    "tests/vllm_plugin/test_cache_manager.py",
+    "tests/vllm_plugin/scheduler/test_cache_manager.py",
     "-k=not compiles_to",
 )
 """Something of every part that is installed: two minutes of a processor's time."""

@@ -765,7 +765,7 @@ def test_tiny_engines_serve_sessions_and_say_the_same(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_served_with_its_weights(tmp_path, capsys):
-    from tests.vllm_plugin import tiny_checkpoints
+    from tests.vllm_plugin.tiny import tiny_checkpoints
 
     model = tiny_checkpoints.save("granite_hybrid", tmp_path)
     own = ["--model", str(model), "--cache", "4MiB", "--runs", "1"]

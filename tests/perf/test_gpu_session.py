@@ -136,16 +136,17 @@ def test_benchmarks_are_told_which_tests_passed(session, tmp_path):
 
     session.run(
         [
-            python("native test_good", "raise SystemExit(0)"),
-            python("native test_bad", "raise SystemExit(1)"),
-            python("engine test_serves", "raise SystemExit(0)"),
+            python("native test_kv_store", "raise SystemExit(0)"),
+            python("native test_pages", "raise SystemExit(1)"),
+            python("engine test_engine", "raise SystemExit(0)"),
             python("bench_kernel", record, is_test=False, is_timed=True),
         ],
         seconds=inf,
     )
 
-    passed = "--tests-passed tests/kernels/test_good.py tests/vllm_plugin/test_serves.py"
-    assert trace.read_text() == f"--results {session.folder.parent} --go-on {passed}"
+    passed = "tests/kernels/test_kv_store.py tests/vllm_plugin/engine/test_engine.py"
+    results = session.folder.parent
+    assert trace.read_text() == f"--results {results} --go-on --tests-passed {passed}"
 
 
 def test_what_is_timed_runs_alone_and_the_rest_several_at_a_time(session, tmp_path):

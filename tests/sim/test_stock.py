@@ -83,7 +83,7 @@ def engine_config(tmp_path_factory):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.vllm_plugin import tiny_checkpoints
+    from tests.vllm_plugin.tiny import tiny_checkpoints
 
     return EngineArgs(
         model=str(tiny_checkpoints.save("gpt_oss", tmp_path_factory.mktemp("models"))),
