@@ -41,7 +41,7 @@ def test_tests_are_compiled_for_in_an_emulated_gpu_alone(tmp_path, monkeypatch, 
     monkeypatch.delenv("EMULATED_GPU", raising=False)
 
     with pytest.raises(SystemExit):
-        precompiled.main([str(tmp_path), "tests/kernels/test_kv_store.py"])
+        precompiled.main([str(tmp_path), "tests/kernels/attention/test_kv_store.py"])
 
     assert "EMULATED_GPU=90" in capsys.readouterr().err
 

@@ -144,7 +144,7 @@ def test_benchmarks_are_told_which_tests_passed(session, tmp_path):
         seconds=inf,
     )
 
-    passed = "tests/kernels/test_kv_store.py tests/vllm_plugin/engine/test_engine.py"
+    passed = "tests/kernels/attention/test_kv_store.py tests/vllm_plugin/engine/test_engine.py"
     results = session.folder.parent
     assert trace.read_text() == f"--results {results} --go-on --tests-passed {passed}"
 
@@ -345,12 +345,12 @@ def test_a_benchmark_that_was_cut_goes_on_from_its_last_shape(tmp_path):
 
 def test_outcomes_are_counted_by_file_and_what_failed_is_named():
     log = """
-[gw3] [  1%] PASSED tests/kernels/test_kv_store.py::test_one[a b]
-[gw1] [  2%] FAILED tests/kernels/test_kv_store.py::test_two
-tests/kernels/test_pages.py::test_three PASSED                            [ 50%]
-tests/kernels/test_pages.py::test_four[x] SKIPPED (needs a GPU)           [100%]
-[gw2] [  3%] FAILED tests/kernels/test_kv_store.py::test_two
-FAILED tests/kernels/test_kv_store.py::test_two - AssertionError
+[gw3] [  1%] PASSED tests/kernels/attention/test_kv_store.py::test_one[a b]
+[gw1] [  2%] FAILED tests/kernels/attention/test_kv_store.py::test_two
+tests/kernels/pages/test_pages.py::test_three PASSED                            [ 50%]
+tests/kernels/pages/test_pages.py::test_four[x] SKIPPED (needs a GPU)           [100%]
+[gw2] [  3%] FAILED tests/kernels/attention/test_kv_store.py::test_two
+FAILED tests/kernels/attention/test_kv_store.py::test_two - AssertionError
 """
 
     text = gpu_session.tests_by_file(log)
@@ -362,7 +362,7 @@ FAILED tests/kernels/test_kv_store.py::test_two - AssertionError
 
 def test_a_brief_session_runs_all_tests_at_once_and_then_a_list(session, tmp_path, capsys):
     trace = tmp_path / "trace"
-    said = "tests/kernels/test_kv_store.py::test_one PASSED [ 50%]"
+    said = "tests/kernels/attention/test_kv_store.py::test_one PASSED [ 50%]"
     record = f"import sys; open({str(trace)!r}, 'w').write(' '.join(sys.argv[1:]))"
     session.kernels = tmp_path / "kernels"
     tests, benchmarks = gpu_stages.brief_stages(test_seconds=30, num_workers=3)
@@ -399,7 +399,7 @@ def test_a_brief_session_runs_the_tests_and_the_list_that_are_named(tmp_path):
         tests=["kv_store"], list_path=listed, test_seconds=30, num_workers=1
     )
 
-    assert tests.command[-1] == "tests/kernels/test_kv_store.py"
+    assert tests.command[-1] == "tests/kernels/attention/test_kv_store.py"
     assert "-n" not in tests.command
     assert benchmarks.command[-1] == str(listed)
 

@@ -1,6 +1,6 @@
 """VLLM_BATCH_INVARIANT: to the last bit what is generated is the same, whatever else is computed.
 
-The kernels' part is in `tests/kernels/test_invariant_attention.py`.
+The kernels' part is in `tests/kernels/attention/test_invariant_attention.py`.
 """
 
 import pytest
