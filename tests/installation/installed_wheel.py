@@ -26,7 +26,7 @@ SELECTION = (
     "tests/test_cli.py",
     "tests/test_manager.py",
     "tests/models/test_known.py",
-    "tests/sim/test_report.py",
+    "tests/sim/report/test_report.py",
     "tests/kernels/attention/test_kv_store.py",
     "tests/vllm_plugin/scheduler/test_cache_manager.py",
     "-k=not compiles_to",

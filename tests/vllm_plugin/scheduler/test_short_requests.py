@@ -1,6 +1,6 @@
 """When a prompt leaves room in a step of vLLM's scheduler, and to which requests.
 
-`tests/sim/test_engine_equality.py` compares whole schedules with those of a replay.
+`tests/sim/replays/test_engine_equality.py` compares whole schedules with those of a replay.
 """
 
 from types import SimpleNamespace
