@@ -167,7 +167,7 @@ def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
         "none",
     ]
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
 
     subprocess.run([*command, "--save", str(tmp_path)], cwd=root, env=environment, check=True)
 
