@@ -24,7 +24,7 @@ CHECKS = "tests/installation/installed_checks.py"
 SELECTION = (
     CHECKS,
     "tests/test_cli.py",
-    "tests/test_manager.py",
+    "tests/manager/test_manager.py",
     "tests/models/test_known.py",
     "tests/sim/report/test_report.py",
     "tests/kernels/attention/test_kv_store.py",

@@ -10,7 +10,7 @@ import pytest
 import jenga
 from jenga.eviction.known import EVICTION_POLICIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 TEXTS = ("README.md", "CONTRIBUTING.md", "perf/results/cpu/NOTES.md", *DOCS)
 

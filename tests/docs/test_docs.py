@@ -16,7 +16,7 @@ from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS
 from perf.tables import doc_figures
 from perf.tables.recipe_plans import RECIPES, ROWS, STOCK, plan_row, read_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LONGEST_README = 150
 """Lines of README; the rest belongs to docs."""

@@ -10,7 +10,7 @@ import pytest
 
 from jenga.vllm_plugin.models.registered_models import MODELS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "paper-models.md").read_text(encoding="utf-8")
 TEST = re.compile(r"`(tests/\S+::\S+)`")
 
