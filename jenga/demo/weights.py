@@ -158,7 +158,7 @@ def _read_once() -> Generator[None]:
 def _convert(directory: Path, dtype: Dtype, progress: TextIO) -> None:
     """Fill `directory` with the dequantised model and its tokenizer."""
     print(
-        f"Preparing Gemma 3 270M in {dtype}, once (about half a minute); kept in {directory.parent}\n"
+        f"Preparing Gemma 3 270M in {dtype}, once (half a minute); kept in {directory.parent}\n"
         f"{_TERMS_NOTE}",
         file=progress,
         flush=True,

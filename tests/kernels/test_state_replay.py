@@ -160,7 +160,9 @@ def lost_by_sums(exact, counts):
     The sum `s` of the steps of n tokens is rounded n times, by at most half a unit of float32. The
     exponential of -s then errs by at most n / 2 units times s exp(-s), which is at most 1 / e.
     """
-    tokens = counts["query_starts"].diff() + counts["computed_tokens"] - counts["state_tokens"]
+    starts = counts["query_starts"]
+    new_tokens = 1 if starts is None else starts.diff()
+    tokens = new_tokens + counts["computed_tokens"] - counts["state_tokens"]
     unit = torch.finfo(torch.float32).eps
     return tokens.max().item() / 2 * unit / math.e * exact.nan_to_num(0).abs().max().item()
 
