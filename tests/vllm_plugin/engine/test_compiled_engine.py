@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import COMPILED, assert_same_generation
 from tests.vllm_plugin.programs.engine_process import prompts_of_lengths
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 JENGA = {"attention_backend": "JENGA_TRITON"}
-COMPILED = JENGA | {"enforce_eager": False}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +18,13 @@ def test_a_compiled_model_generates_what_it_does_step_by_step(name, tiny_model, 
     prompts = prompts_of_lengths((5, 33, 70, 150), seed=0)
 
     eager = run_engine(model, prompts, options=JENGA)
-    compiled = run_engine(model, prompts, options=COMPILED, fill_arena=True, report_manager=True)
+    compiled = run_engine(
+        model,
+        prompts,
+        options=JENGA | {"enforce_eager": False},
+        environment=COMPILED,
+        fill_arena=True,
+        report_manager=True,
+    )
 
     assert_same_generation(compiled, eager)
