@@ -269,7 +269,7 @@ class RunningImages:
 
 
 class _Cached(NamedTuple):
-    """Where pages of images are cached. None where they are not.
+    """Cached pages of images, with None where there is none.
 
     Attributes:
         in_arena: Pages of the arena.

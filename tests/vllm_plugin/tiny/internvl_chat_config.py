@@ -22,3 +22,7 @@ class NVLMConfig(InternVLChatConfig):
     """The same fields under another name."""
 
     model_type = "NVLM_D"
+
+    def __init__(self, vision_config=None, llm_config=None, **fields):
+        # transformers makes one for a class without it, which does not read the sections.
+        super().__init__(vision_config, llm_config, **fields)
