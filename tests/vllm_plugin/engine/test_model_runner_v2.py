@@ -70,16 +70,21 @@ def test_replayed_steps_of_windows_read_what_later_steps_wrote(tiny_model, run_e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_oss", "mistral"])
-def test_an_arena_that_evicts_and_preempts(name, tiny_model, run_engine, run_ours):
+@pytest.mark.parametrize(
+    ("name", "arena_bytes", "preempts"), [("gpt_oss", 1 << 20, True), ("mistral", 3 << 18, False)]
+)
+def test_an_arena_that_evicts_and_preempts(
+    name, arena_bytes, preempts, tiny_model, run_engine, run_ours
+):
     model = tiny_model(name)
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5, shared_tokens=40)
 
     stock = run_engine(model, prompts, max_tokens=45)
-    ours = run_ours(model, prompts, max_tokens=45, options={"kv_cache_memory_bytes": 1 << 20})
+    ours = run_ours(model, prompts, max_tokens=45, options={"kv_cache_memory_bytes": arena_bytes})
 
     assert_same_generation(ours, stock)
-    assert ours["preemptions"] > 0
+    assert bool(ours["preemptions"]) == preempts
+    assert all(table["with_checkpoint"] for table in ours["cache"]["evictions"])
 
 
 @pytest.mark.slow
