@@ -36,8 +36,9 @@ PYTEST_JOBS = -n $(TEST_JOBS) --dist load --timeout-method thread --max-worker-r
 else
 ENVIRONMENT := $(STAMPS)/torchvision
 TEST_JOBS ?= 2
-# By files, a test that ends its process is begun anew each time.
-PYTEST_JOBS = -n $(TEST_JOBS) --dist loadfile --max-worker-restart 2
+# A worker begins with its half of the tests, so that files share what they prepare. One that is
+# ready sooner takes tests of the other.
+PYTEST_JOBS = -n $(TEST_JOBS) --dist worksteal --max-worker-restart 2
 endif
 
 .DEFAULT_GOAL := help

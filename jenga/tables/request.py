@@ -205,7 +205,7 @@ class Request:
     """A running request.
 
     The numbers that every step reads are here, so that a step needs no other object. Each attribute
-    is changed by one package, which `tests/test_architecture.py` checks.
+    is changed by one package, which `tests/docs/test_architecture.py` checks.
 
     Attributes:
         name: Name under which the engine knows it.

@@ -63,6 +63,7 @@ from perf.gpu.gpu_stages import (
     brief_stages,
     stages,
 )
+from perf.harness.machine import path_of_test
 from perf.harness.timing import ROOT, commit_of, machine_line, machine_name
 
 NOT_BEGUN_SECONDS = 20
@@ -276,7 +277,7 @@ class Session:
         for name, row in self.outcomes().items():
             for prefix, folder in (("native ", KERNEL_TESTS), ("engine ", ENGINE_TESTS)):
                 if row.passed and name.startswith(f"{prefix}test_"):
-                    passed.append(f"{folder}/{name.removeprefix(prefix)}.py")
+                    passed.append(path_of_test(folder, name.removeprefix(prefix)))
         return passed
 
     def _write_archive(self) -> None:

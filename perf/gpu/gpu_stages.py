@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf.harness.machine import ROOT, module_of
+from perf.harness.machine import ROOT, module_of, path_of_test
 
 KERNEL_TESTS = "tests/kernels"
 ENGINE_TESTS = "tests/vllm_plugin"
@@ -153,11 +153,11 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
         return [
             Stage(
                 name=f"{prefix} {path.stem}",
-                command=("-m", "pytest", *options, "-m", marks, f"{folder}/{path.name}"),
+                command=("-m", "pytest", *options, "-m", marks, path.relative_to(root).as_posix()),
                 sees_peers=folder == KERNEL_TESTS,
                 limit_seconds=SLOW_LIMIT_SECONDS if marks == "slow" else TEST_LIMIT_SECONDS,
             )
-            for path in sorted((root / folder).glob("test_*.py"))
+            for path in sorted((root / folder).rglob("test_*.py"), key=lambda path: path.name)
         ]
 
     def timed(benchmarks: tuple[str, ...]) -> list[Stage]:
@@ -220,7 +220,7 @@ def brief_stages(
     options += ["-k", NEEDS_NO_GPU]
     if num_workers > 1:
         options += ["-n", str(num_workers), "--max-worker-restart", str(MAX_PROCESSES_LOST)]
-    files = [f"{KERNEL_TESTS}/test_{name}.py" for name in tests] or [KERNEL_TESTS]
+    files = [path_of_test(KERNEL_TESTS, f"test_{name}") for name in tests] or [KERNEL_TESTS]
     listed = () if list_path is None else (str(list_path.resolve()),)
     return [
         Stage(

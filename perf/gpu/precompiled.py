@@ -1,6 +1,6 @@
 """Compile kernels on a machine without a GPU, for use on a GPU that is borrowed for minutes.
 
-    EMULATED_GPU=90 python -m perf.gpu.precompiled FOLDER tests/kernels/test_kv_store.py ...
+    EMULATED_GPU=90 python -m perf.gpu.precompiled FOLDER tests/kernels/latent/test_latent_store.py
 
     # Our kernels that `perf.gpu.gpu_list` launches:
     python -m perf.gpu.precompiled FOLDER --list

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from perf.harness.timing import ROOT
+from perf.harness.machine import ROOT, path_of_test
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
@@ -104,7 +104,8 @@ def small_tests() -> list[str]:
     tests = [
         f"{name}.py::test_{name}_{test}" for name, some in SMALL_TESTS.items() for test in some
     ]
-    return [f"tests/kernels/test_{test}" for test in (*tests, *OTHER_TESTS)]
+    named = [test.partition(".py") for test in (*tests, *OTHER_TESTS)]
+    return [path_of_test("tests/kernels", f"test_{file}") + test for file, _, test in named]
 
 
 def main(arguments: list[str] | None = None) -> int:

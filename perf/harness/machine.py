@@ -32,6 +32,23 @@ def module_of(benchmark: str) -> str:
     return f"perf.{found[0].parent.name}.{benchmark}"
 
 
+def path_of_test(folder: str, name: str) -> str:
+    """Return the path of a test file, in whichever folder below a folder of `tests` it is.
+
+    Args:
+        folder: Folder relative to the repository's root, such as `tests/kernels`.
+        name: Name of the file without `.py`.
+
+    Raises:
+        ValueError: No folder has it, or several have.
+    """
+    found = sorted((ROOT / folder).rglob(f"{name}.py"))
+    if len(found) != 1:
+        msg = f"expected one folder of {folder} with {name}.py, found {len(found)}"
+        raise ValueError(msg)
+    return found[0].relative_to(ROOT).as_posix()
+
+
 def commit_of(root: Path = ROOT) -> str:
     """Return the name of the measured commit: PERF_COMMIT if it is set, else git's description.
 

@@ -195,9 +195,9 @@ def main(arguments: list[str] | None = None) -> None:
         "bench_conv_update",
         __doc__ or "",
         [
-            "tests/kernels/test_conv_update.py",
-            "tests/kernels/test_causal_conv.py",
-            "tests/kernels/test_gated_conv.py",
+            "tests/kernels/conv/test_conv_update.py",
+            "tests/kernels/conv/test_causal_conv.py",
+            "tests/kernels/conv/test_gated_conv.py",
         ],
         arguments,
     )

@@ -329,7 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_delta",
         __doc__ or "",
-        ["tests/kernels/test_delta_update.py", "tests/kernels/test_delta_scan.py"],
+        ["tests/kernels/delta/test_delta_update.py", "tests/kernels/delta/test_delta_scan.py"],
         arguments,
     )
     batches = (2,) if benchmark.is_dry else BATCHES

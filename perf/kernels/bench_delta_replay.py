@@ -93,7 +93,7 @@ def measure(benchmark: Benchmark, name: str, batch: DeltaReplayBatch) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
-        "bench_delta_replay", __doc__ or "", ["tests/kernels/test_delta_replay.py"], arguments
+        "bench_delta_replay", __doc__ or "", ["tests/kernels/delta/test_delta_replay.py"], arguments
     )
     for model in DRY_DELTA_MODELS if benchmark.is_dry else DELTA_MODELS:
         for label, dtype in STATE_DTYPES.items():

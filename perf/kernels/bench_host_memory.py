@@ -144,7 +144,7 @@ def measure_beside(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    tests = ["tests/vllm_plugin/test_host_copies.py"]
+    tests = ["tests/vllm_plugin/caching/test_host_copies.py"]
     benchmark = Benchmark("bench_host_memory", __doc__ or "", tests, arguments)
     if benchmark.is_dry:
         measure_copies(benchmark, "1 KiB", KIB, 8, 64 * KIB)

@@ -17,9 +17,9 @@ from perf.peers.attention_peers import UnsupportedError, give_vllm_our_signs, vl
 from perf.shapes.cache_layouts import Cache, CacheShape, Stored, as_vllm_has_it, make_cache
 
 TESTS = (
-    "tests/kernels/test_kv_store.py",
-    "tests/kernels/test_slot_scales.py",
-    "tests/kernels/test_rotation.py",
+    "tests/kernels/attention/test_kv_store.py",
+    "tests/kernels/attention/test_slot_scales.py",
+    "tests/kernels/attention/test_rotation.py",
 )
 
 

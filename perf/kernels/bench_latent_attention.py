@@ -144,8 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
         "bench_latent_attention",
         __doc__ or "",
         [
-            "tests/kernels/test_latent_attention.py",
-            "tests/kernels/test_specialized_latents.py",
+            "tests/kernels/latent/test_latent_attention.py",
+            "tests/kernels/latent/test_specialized_latents.py",
         ],
         arguments,
     )

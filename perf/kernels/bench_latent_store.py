@@ -108,7 +108,10 @@ def vllm_cuda(batch: StoreBatch) -> Launch:
 
 def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
-        "bench_latent_store", __doc__ or "", ["tests/kernels/test_latent_store.py"], arguments
+        "bench_latent_store",
+        __doc__ or "",
+        ["tests/kernels/latent/test_latent_store.py"],
+        arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
         if not benchmark.wants_shape(shape.name):

@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_linear_attention",
         __doc__ or "",
-        ["tests/kernels/test_linear_attention.py"],
+        ["tests/kernels/mamba/test_linear_attention.py"],
         arguments,
     )
     cases, heads = CASES, HEADS

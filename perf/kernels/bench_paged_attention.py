@@ -25,9 +25,9 @@ from perf.shapes.attention_shapes import (
 )
 
 TESTS = (
-    "tests/kernels/test_paged_attention.py",
-    "tests/kernels/test_slot_scales.py",
-    "tests/kernels/test_rotation.py",
+    "tests/kernels/attention/test_paged_attention.py",
+    "tests/kernels/attention/test_slot_scales.py",
+    "tests/kernels/attention/test_rotation.py",
 )
 
 Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]

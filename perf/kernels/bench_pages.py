@@ -82,7 +82,7 @@ def _measure(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    tests = ["tests/kernels/test_pages.py", "tests/kernels/test_attention_merge.py"]
+    tests = ["tests/kernels/pages/test_pages.py", "tests/kernels/attention/test_attention_merge.py"]
     benchmark = Benchmark("bench_pages", __doc__ or "", tests, arguments)
     if benchmark.is_dry:
         measure_pages(benchmark, "1 KiB", KIB, 2, 16 * KIB)

@@ -29,7 +29,10 @@ from perf.shapes.attention_shapes import (
 )
 from perf.shapes.cache_layouts import Stored
 
-TESTS = ("tests/kernels/test_dequantise_pages.py", "tests/kernels/test_scratch_attention.py")
+TESTS = (
+    "tests/kernels/attention/test_dequantise_pages.py",
+    "tests/kernels/attention/test_scratch_attention.py",
+)
 
 PROMPTS = {
     "prefill 8k": ((8 * K, 8 * K),),

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_specialized_prefill",
         __doc__ or "",
-        ["tests/kernels/test_specialized_prefill.py"],
+        ["tests/kernels/attention/test_specialized_prefill.py"],
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:

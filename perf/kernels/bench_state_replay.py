@@ -197,7 +197,7 @@ def measure(benchmark: Benchmark, name: str, batch: ReplayBatch) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
-        "bench_state_replay", __doc__ or "", ["tests/kernels/test_state_replay.py"], arguments
+        "bench_state_replay", __doc__ or "", ["tests/kernels/mamba/test_state_replay.py"], arguments
     )
     for model in DRY_MODELS if benchmark.is_dry else MODELS:
         if model.is_per_channel:

@@ -296,7 +296,7 @@ def measure(benchmark: Benchmark, name: str, batch: StateBatch) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
-        "bench_state_scan", __doc__ or "", ["tests/kernels/test_state_scan.py"], arguments
+        "bench_state_scan", __doc__ or "", ["tests/kernels/mamba/test_state_scan.py"], arguments
     )
     for model in DRY_MODELS if benchmark.is_dry else (*MODELS, *SPREAD_MODELS):
         for label, lengths in (DRY_PROMPTS if benchmark.is_dry else PROMPTS).items():

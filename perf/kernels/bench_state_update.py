@@ -139,7 +139,7 @@ def measure(benchmark: Benchmark, name: str, batch: StateBatch) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
-        "bench_state_update", __doc__ or "", ["tests/kernels/test_state_update.py"], arguments
+        "bench_state_update", __doc__ or "", ["tests/kernels/mamba/test_state_update.py"], arguments
     )
     for model in DRY_MODELS if benchmark.is_dry else MODELS:
         for label, dtype in STATE_DTYPES.items():

@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_token_budgets",
         __doc__ or "",
-        ["tests/kernels/test_token_scores.py", "tests/kernels/test_pack_slots.py"],
+        ["tests/kernels/attention/test_token_scores.py", "tests/kernels/pages/test_pack_slots.py"],
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:

@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "sweep_attention_tiles",
         __doc__ or "",
-        ["tests/kernels/test_paged_attention.py"],
+        ["tests/kernels/attention/test_paged_attention.py"],
         arguments,
     )
     for shape in DRY_SHAPES[:2] if benchmark.is_dry else SHAPES:

@@ -45,7 +45,9 @@ def run_sweep(
         axis: Label of the plot's axis.
         arguments: Command line. None means that of the process.
     """
-    benchmark = Benchmark(name, description, ["tests/kernels/test_paged_attention.py"], arguments)
+    benchmark = Benchmark(
+        name, description, ["tests/kernels/attention/test_paged_attention.py"], arguments
+    )
     measured: list[tuple[Point, Row]] = []
     for point in dry if benchmark.is_dry else points:
         if not benchmark.wants_shape(point.shape.name):

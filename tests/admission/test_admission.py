@@ -11,7 +11,7 @@ from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager
 from tests.admission.test_wait_queue import hit_tokens, wait
 from tests.machines.geometries import full, geometry, state
-from tests.test_manager import compute, hashes
+from tests.manager.test_manager import compute, hashes
 
 FULL = geometry("full", full(tokens=16, per_large=1))
 HYBRID = geometry("hybrid", full(tokens=16, per_large=1), state(slot_bytes=256))

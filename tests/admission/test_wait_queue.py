@@ -7,7 +7,7 @@ from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from tests.machines.geometries import full, geometry, sliding, state
-from tests.test_manager import compute, hashes
+from tests.manager.test_manager import compute, hashes
 
 FULL = geometry("full", full(tokens=16, per_large=1))
 WINDOWED = geometry("windowed", full(tokens=16, per_large=1), sliding(tokens=16, window=32))

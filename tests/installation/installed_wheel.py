@@ -24,11 +24,11 @@ CHECKS = "tests/installation/installed_checks.py"
 SELECTION = (
     CHECKS,
     "tests/test_cli.py",
-    "tests/test_manager.py",
+    "tests/manager/test_manager.py",
     "tests/models/test_known.py",
-    "tests/sim/test_report.py",
-    "tests/kernels/test_kv_store.py",
-    "tests/vllm_plugin/test_cache_manager.py",
+    "tests/sim/report/test_report.py",
+    "tests/kernels/attention/test_kv_store.py",
+    "tests/vllm_plugin/scheduler/test_cache_manager.py",
     "-k=not compiles_to",
 )
 """Something of every part that is installed: two minutes of a processor's time."""

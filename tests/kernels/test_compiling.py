@@ -7,7 +7,7 @@ import torch
 from jenga_kernels.conv_update import conv_update
 from tests.kernels import compiling
 from tests.kernels.compiling import compile_job
-from tests.kernels.state_cases import i32
+from tests.kernels.recurrent.state_cases import i32
 from tests.kernels.support import DEVICE
 
 

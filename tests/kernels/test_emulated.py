@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from perf.gpu.sanitize import small_tests
-from tests.emulation import only_where_interpreted, run_emulated
+from tests.emulation import ROOT, only_where_interpreted, run_emulated
 
 pytestmark = only_where_interpreted
 
@@ -17,13 +17,14 @@ WITHOUT_LAUNCHES = {
     "test_interpreter.py",
     Path(__file__).name,
 }
+PATHS = {path.name: str(path.relative_to(ROOT)) for path in FOLDER.rglob("test_*.py")}
 RUNS = [
-    (capability, path.name)
+    (capability, name)
     for capability in (90, 80)
-    for path in sorted(FOLDER.glob("test_*.py"))
-    if path.name not in WITHOUT_LAUNCHES
+    for name in sorted(PATHS)
+    if name not in WITHOUT_LAUNCHES
     # Kernels whose warps specialise are for Hopper.
-    if capability == 90 or not path.name.startswith("test_specialized")
+    if capability == 90 or not name.startswith("test_specialized")
 ]
 
 
@@ -37,4 +38,4 @@ def test_operations_give_as_compiled_for_hopper_what_their_references_give(part)
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "name"), RUNS)
 def test_every_test_of_a_kernel_passes_on_what_is_compiled(capability, name):
-    run_emulated(capability, f"tests/kernels/{name}", "-k", "not compile")
+    run_emulated(capability, PATHS[name], "-k", "not compile")

@@ -19,11 +19,19 @@ ROOT = Path(__file__).parents[2]
     [
         ["references_on_cpu.py"],
         pytest.param(
-            ["test_attention_arguments.py", "test_kv_store.py", "test_latent_store.py"],
+            [
+                "attention/test_attention_arguments.py",
+                "attention/test_kv_store.py",
+                "latent/test_latent_store.py",
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["test_recurrent_calls.py", "test_pages.py", "test_attention_merge.py"],
+            [
+                "recurrent/test_recurrent_calls.py",
+                "pages/test_pages.py",
+                "attention/test_attention_merge.py",
+            ],
             marks=pytest.mark.slow,
         ),
     ],

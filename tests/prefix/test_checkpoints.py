@@ -11,7 +11,7 @@ from jenga.prefix.checkpoint_tree import QUESTION_TOKENS
 from jenga.prefix.checkpoints import ANSWER_TOKENS
 from jenga.tables.request import CopyPath
 from tests.machines.geometries import cross, embedding, full, geometry, sliding, state
-from tests.test_manager import compute, hashes
+from tests.manager.test_manager import compute, hashes
 
 FULL = geometry("full", full(tokens=16, per_large=1))
 WINDOWED = geometry("windowed", full(tokens=16), sliding(tokens=16, window=32))

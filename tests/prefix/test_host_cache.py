@@ -12,7 +12,7 @@ from jenga.prefix.host_cache import EitherPages
 from jenga.tables.found_pages import FoundPages
 from jenga.tables.request import MISSING, CopyPath
 from tests.machines.geometries import full, geometry, sliding, state
-from tests.test_manager import compute, hashes
+from tests.manager.test_manager import compute, hashes
 
 PLAIN = geometry("plain", full(tokens=16, per_large=1))
 SPLIT = geometry("split", full(tokens=16, per_large=4))

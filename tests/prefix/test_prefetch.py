@@ -6,8 +6,8 @@ from jenga.errors import NotLoadedError
 from jenga.prefix import prefetch
 from jenga.prefix.prefetch import STEP_BYTES
 from jenga.tables.request import CopyPath
+from tests.manager.test_manager import compute, hashes
 from tests.prefix.test_host_cache import HYBRID, PLAIN, WINDOWED, copies_of, lose, manager_of
-from tests.test_manager import compute, hashes
 
 CUTS = [PLAIN, WINDOWED, HYBRID]
 PAGE_BYTES = PLAIN.large_page_bytes

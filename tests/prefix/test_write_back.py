@@ -6,8 +6,8 @@ import pytest
 
 from jenga.tables.request import CopyPath
 from tests.machines.geometries import full, geometry, sliding
+from tests.manager.test_manager import compute, hashes
 from tests.prefix.test_host_cache import PLAIN, WINDOWED, manager_of
-from tests.test_manager import compute, hashes
 
 SPLIT = geometry("split", full(tokens=16, per_large=4))
 PASSED = geometry(

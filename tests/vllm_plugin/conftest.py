@@ -14,6 +14,7 @@ from tests import warm
 from tests.conftest import EMULATED_GPU, ENVIRONMENT, HAS_GPU
 
 HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs"
 LOGPROB_TOLERANCE = 2e-3
 """Greatest difference of a log-probability between two float32 engines that add in another order.
 
@@ -73,6 +74,16 @@ def torchvision_folder():
     return folder
 
 
+NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Lets engines on a CPU run in PyTorch what vLLM compiles even with `enforce_eager`.
+
+With a tiny model that is one function, which counts greater log-probabilities. It takes two seconds
+of an engine's seven.
+"""
+
+COMPILED = {"TORCHDYNAMO_DISABLE": "0"}
+"""The variable for engines that compile their models."""
+
 BOTH_WAYS = pytest.mark.parametrize(
     "by_references",
     [True, pytest.param(False, marks=pytest.mark.slow)],
@@ -103,6 +114,8 @@ def engine_environment(*, reads_images=False, by_references=False, **changes):
     needs_triton = (environment | changes).get(V2_RUNNER) == "1" or not by_references
     if needs_triton and not (HAS_GPU or EMULATED_GPU):
         environment["TRITON_INTERPRET"] = "1"
+    if not HAS_GPU:
+        environment |= NOT_COMPILED
     environment |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -134,7 +147,7 @@ def gemma_3_directory():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Get the directory of a tiny model by name, made once a session."""
-    from tests.vllm_plugin import tiny_checkpoints
+    from tests.vllm_plugin.tiny import tiny_checkpoints
 
     directory = tmp_path_factory.mktemp("models")
 
@@ -154,7 +167,8 @@ def tiny_vision_model(tmp_path_factory):
         path = directory / name
         if not path.exists():
             made = warm.run(
-                [HERE / "tiny_vision_models.py", name, path], engine_environment(reads_images=True)
+                [HERE / "tiny" / "tiny_vision_models.py", name, path],
+                engine_environment(reads_images=True),
             )
             assert made.returncode == 0, made.stderr[-4000:]
         return path
@@ -215,7 +229,7 @@ def run_engine(tmp_path_factory):
             folder = tmp_path_factory.mktemp("job")
             (folder / "job.json").write_text(json.dumps(job))
             is_done, log = run_with_children(
-                [HERE / script, folder / "job.json", folder / "result.json"], variables
+                [PROGRAMS / script, folder / "job.json", folder / "result.json"], variables
             )
             if is_done:
                 results[key] = json.loads((folder / "result.json").read_text()) | {"log": log}

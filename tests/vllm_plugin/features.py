@@ -14,179 +14,183 @@ PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 SERVED = {
     "Layers": {
         "Full and sliding-window attention (Llama, Gemma 3)": (
-            "test_engine.py::test_engine_generates_what_stock_vllm_generates"
+            "engine/test_engine.py::test_engine_generates_what_stock_vllm_generates"
         ),
         "Chunked local attention (Llama 4)": (
-            "test_attention_features.py"
+            "attention/test_attention_features.py"
             "::test_chunked_local_attention_generates_what_stock_vllm_generates"
         ),
         "Cross attention (Whisper)": (
-            "test_attention_features.py"
+            "attention/test_attention_features.py"
             "::test_cross_attention_generates_what_stock_vllm_generates_with_requests_preempted"
         ),
         "Multi-head latent attention (DeepSeek-V3)": (
-            "test_latent_attention.py::test_latent_attention_generates_what_stock_vllm_generates"
+            "attention/test_latent_attention.py::test_latent_attention_generates_what_stock_vllm_generates"
         ),
         "Mamba-2 hybrids": (
-            "test_hybrid_engine.py"
+            "states/test_hybrid_engine.py"
             "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes"
         ),
         "Mamba-1 hybrids": (
-            "test_hybrid_engine.py"
+            "states/test_hybrid_engine.py"
             "::test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefixes"
         ),
         "Models with only recurrent layers (Mamba-2)": (
-            "test_engine_numbers.py::test_models_of_recurrent_layers_alone_find_their_prefixes"
+            "engine/test_engine_numbers.py::test_models_of_recurrent_layers_alone_find_their_prefixes"
         ),
         "Gated delta nets (Qwen3-Next, Qwen3.5)": (
-            "test_gated_delta_engine.py"
+            "states/test_gated_delta_engine.py"
             "::test_gated_delta_hybrid_generates_what_transformers_generates_and_finds_its_prefixes"
         ),
         "Cross attention to images (Llama 3.2 Vision)": (
-            "test_mllama.py::test_text_attends_to_the_images_before_it"
+            "images/test_mllama.py::test_text_attends_to_the_images_before_it"
         ),
         "Images (Gemma 3)": (
-            "test_images.py"
+            "images/test_images.py"
             "::test_images_that_are_read_before_and_after_give_what_transformers_gives"
         ),
         "Audio in the place of tokens (Qwen2-Audio)": (
-            "test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
+            "images/test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
         ),
     },
     "Prefix caching": {
         "Automatic prefix caching": (
-            "test_prefix_caching.py"
+            "caching/test_prefix_caching.py"
             "::test_a_hit_gives_the_tokens_and_logprobs_of_a_computation_without"
         ),
         "LoRA adapters: hits only of the same adapter": (
-            "test_prefix_caching.py::test_adapters_hit_what_was_computed_with_them_alone"
+            "caching/test_prefix_caching.py::test_adapters_hit_what_was_computed_with_them_alone"
         ),
         "`cache_salt`, `reset_prefix_cache`": (
-            "test_engine_numbers.py::test_usage_and_metrics_are_those_of_stock_vllm"
+            "engine/test_engine_numbers.py::test_usage_and_metrics_are_those_of_stock_vllm"
         ),
         "Hits of encoder outputs": (
-            "test_encoder_hits.py::test_an_encoder_runs_once_for_the_same_audio"
+            "images/test_encoder_hits.py::test_an_encoder_runs_once_for_the_same_audio"
         ),
         "Hits of images behind other text (Llama 3.2 Vision)": (
-            "test_mllama.py::test_an_image_is_found_again_behind_other_text"
+            "images/test_mllama.py::test_an_image_is_found_again_behind_other_text"
         ),
         "Image embeddings in the arena": (
-            "test_image_pages.py::test_images_are_encoded_once_and_read_from_pages_of_the_arena"
+            "images/test_image_pages.py::test_images_are_encoded_once_and_read_from_pages_of_the_arena"
         ),
         "The same for images whose tokens read each other (Gemma 3, PaliGemma 2)": (
-            "test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
+            "images/test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
         ),
         "Audio embeddings in the arena (Qwen2-Audio)": (
-            "test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
+            "images/test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
         ),
         "Host memory (`--kv-offloading-size`)": (
-            "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
+            "caching/test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
         ),
         "Usage of requests: cached tokens, tokens added to the cache": (
-            "test_engine_numbers.py::test_usage_tells_what_the_same_prompt_and_a_longer_one_find"
+            "engine/test_engine_numbers.py::test_usage_tells_what_the_same_prompt_and_a_longer_one_find"
         ),
         "KV events (`--kv-events-config`)": (
-            "test_engine_numbers.py::test_routers_learn_of_the_cache_what_they_learn_of_stock_vllm"
+            "engine/test_engine_numbers.py::test_routers_learn_of_the_cache_what_they_learn_of_stock_vllm"
         ),
         "Metadata of cache groups": (
-            "test_engine_numbers.py::test_groups_are_described_as_stock_vllm_describes_its_own"
+            "engine/test_engine_numbers.py::test_groups_are_described_as_stock_vllm_describes_its_own"
         ),
     },
     "Cache dtypes": {
         "`--kv-cache-dtype` float16 or bfloat16, different from the model's dtype": (
-            "test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
+            "attention/test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
         ),
         "float8 with one scale for each layer": (
-            "test_attention_features.py::"
+            "attention/test_attention_features.py::"
             "test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_and_values"
         ),
         "int8, float8 and four bits with one scale for each token and head": (
-            "test_attention_features.py::"
+            "attention/test_attention_features.py::"
             "test_a_cache_with_a_scale_per_token_and_head_generates_what_transformers_generates"
         ),
         "Latents in float8": (
-            "test_latent_attention.py::"
+            "attention/test_latent_attention.py::"
             "test_float8_latents_generate_what_transformers_generates_from_rounded_ones"
         ),
         "`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`": (
             "test_features.py::test_states_have_the_dtypes_that_are_asked_for"
         ),
         "Histories of states (`--use-replayssm`)": (
-            "test_replayed_states.py::"
+            "states/test_replayed_states.py::"
             "test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers"
         ),
     },
     "Speculative decoding": {
-        "n-grams": "test_speculation.py::test_ngrams_are_drafted_and_accepted_as_by_stock_vllm",
+        "n-grams": (
+            "drafts/test_speculation.py::test_ngrams_are_drafted_and_accepted_as_by_stock_vllm"
+        ),
         "Draft models": (
-            "test_speculation.py::test_a_draft_model_of_wider_pages_is_accepted_as_by_stock_vllm"
+            "drafts/test_speculation.py::test_a_draft_model_of_wider_pages_is_accepted_as_by_stock_vllm"
         ),
         "EAGLE and EAGLE-3": (
-            "test_speculation.py::"
+            "drafts/test_speculation.py::"
             "test_an_eagle_head_is_accepted_as_by_stock_vllm_also_after_a_prefix_hit"
         ),
         "Layers that predict further tokens (MTP)": (
-            "test_speculation.py::"
+            "drafts/test_speculation.py::"
             "test_a_layer_that_predicts_further_tokens_is_accepted_as_by_stock_vllm"
         ),
         "Drafts for hybrids": (
-            "test_speculation_hybrid.py"
+            "drafts/test_speculation_hybrid.py"
             "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
         ),
         "Drafts with tensor parallelism (n-grams, draft models)": (
-            "test_parallel_layers.py::test_drafts_on_two_tensor_parallel_ranks_change_no_token"
+            "parallel/test_parallel_layers.py::test_drafts_on_two_tensor_parallel_ranks_change_no_token"
         ),
         "Structured outputs (JSON schema, choice, regex) with drafts of EAGLE and MTP": (
-            "test_structured_drafts.py"
+            "drafts/test_structured_drafts.py"
             "::test_answers_in_a_form_are_those_of_stock_vllm_whoever_drafts"
         ),
     },
     "Engine": {
         "Priorities, chunked prefill, asynchronous scheduling, custom schedulers": (
-            "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
+            "engine/test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
         ),
-        "Preemption": "test_engine.py::test_engine_preempts_in_a_small_arena_and_loses_nothing",
+        "Preemption": (
+            "engine/test_engine.py::test_engine_preempts_in_a_small_arena_and_loses_nothing"
+        ),
         "Tensor parallelism (Mamba-2 hybrids, short convolutions)": (
-            "test_hybrid_engine.py::test_two_tensor_parallel_workers_generate_what_one_does"
+            "states/test_hybrid_engine.py::test_two_tensor_parallel_workers_generate_what_one_does"
         ),
         "Tensor parallelism of gated delta nets": (
-            "test_gated_delta_engine.py"
+            "states/test_gated_delta_engine.py"
             "::test_two_tensor_parallel_workers_generate_what_transformers_generates"
         ),
         "Tensor parallelism of sliding windows and attention sinks": (
-            "test_parallel_layers.py"
+            "parallel/test_parallel_layers.py"
             "::test_windows_on_two_tensor_parallel_ranks_generate_and_find_what_one_does"
         ),
         "Pipeline parallelism (sliding windows, Mamba-1 hybrids, short convolutions)": (
-            "test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
+            "parallel/test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
         ),
         "Pipeline parallelism of Mamba-2 hybrids and gated delta nets": (
-            "test_parallel_layers.py"
+            "parallel/test_parallel_layers.py"
             "::test_states_on_two_ranks_of_a_pipeline_generate_and_find_what_one_does"
         ),
         "Data parallelism": (
-            "test_data_parallel.py::test_a_rank_that_waits_for_another_finds_what_it_cached"
+            "parallel/test_data_parallel.py::test_a_rank_that_waits_for_another_finds_what_it_cached"
         ),
         "Model runner V2": (
-            "test_model_runner_v2.py::test_replayed_steps_generate_what_transformers_generates"
+            "engine/test_model_runner_v2.py::test_replayed_steps_generate_what_transformers_generates"
         ),
         "`torch.compile`": (
-            "test_compiled_engine.py::test_a_compiled_model_generates_what_it_does_step_by_step"
+            "engine/test_compiled_engine.py::test_a_compiled_model_generates_what_it_does_step_by_step"
         ),
         "Sleep mode": (
-            "test_sleep.py::test_an_engine_that_slept_generates_what_one_does_that_did_not"
+            "engine/test_sleep.py::test_an_engine_that_slept_generates_what_one_does_that_did_not"
         ),
         "Batch invariance of attention (`VLLM_BATCH_INVARIANT`)": (
-            "test_batch_invariance.py::test_requests_generate_to_the_last_bit_what_each_does_alone"
+            "engine/test_batch_invariance.py::test_requests_generate_to_the_last_bit_what_each_does_alone"
         ),
         "OpenAI-compatible server": (
-            "test_serve.py::test_server_completes_and_streams_what_transformers_generates"
+            "engine/test_serve.py::test_server_completes_and_streams_what_transformers_generates"
         ),
         "Prometheus metrics": (
-            "test_serve.py::test_metrics_tell_what_requests_asked_and_found_and_what_is_in_use"
+            "engine/test_serve.py::test_metrics_tell_what_requests_asked_and_found_and_what_is_in_use"
         ),
         "OpenTelemetry traces (`--otlp-traces-endpoint`)": (
-            "test_spans.py::test_spans_of_an_engine_are_in_the_trace_of_the_client"
+            "metrics/test_spans.py::test_spans_of_an_engine_are_in_the_trace_of_the_client"
         ),
     },
 }
@@ -207,7 +211,7 @@ NOT_TRIED = {
 }
 """Features that no test runs, each with what is known of it."""
 
-_NUMBERS = "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
+_NUMBERS = "engine/test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
 _REPLAYED = SERVED["Cache dtypes"]["Histories of states (`--use-replayssm`)"]
 _STATE_DTYPES = SERVED["Cache dtypes"]["`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`"]
 _HOST_MEMORY = SERVED["Prefix caching"]["Host memory (`--kv-offloading-size`)"]
@@ -217,13 +221,13 @@ SERVED_OPTIONS = {
         "block_size": _NUMBERS,
         "prefix_match_unit": _NUMBERS,
         "cache_dtype": (
-            "test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
+            "attention/test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
         ),
         "num_gpu_blocks_override": _NUMBERS,
         "enable_prefix_caching": _NUMBERS,
         "prefix_caching_hash_algo": _NUMBERS,
         "kv_cache_dtype_skip_layers": (
-            "test_attention_features.py"
+            "attention/test_attention_features.py"
             "::test_layers_that_keep_the_models_dtype_have_pages_of_their_own_size"
         ),
         "mamba_cache_dtype": _STATE_DTYPES,
@@ -254,12 +258,12 @@ SERVED_OPTIONS = {
     )
     | {
         "disable_chunked_mm_input": (
-            "test_images.py::test_images_that_come_at_once_are_each_read_in_one_step"
+            "images/test_images.py::test_images_that_come_at_once_are_each_read_in_one_step"
         )
     },
     "attention_config": {
         "backend": (
-            "test_switch.py::test_a_mapping_of_attention_options_selects_the_backend_before"
+            "settings/test_switch.py::test_a_mapping_of_attention_options_selects_the_backend_before"
             "_plugins_are_loaded"
         ),
     },
@@ -330,7 +334,8 @@ No test runs these features with the backend, and nothing refuses them.
 _REFUSED = """## Refused
 
 With one of these features, the engine stops with a message that has the same text. It stops at
-start-up, or when it first meets the layer or the step. `test_refusals.py` has a test of each row.
+start-up, or when it first meets the layer or the step. `settings/test_refusals.py` has a test of
+each row.
 
 | feature | reason | use instead |
 |---|---|---|"""

@@ -10,6 +10,7 @@ import pytest
 
 from jenga.vllm_plugin.settings.options import UNUSED_OPTIONS, options_without_effect
 from tests.vllm_plugin.conftest import engine_environment, run_with_children
+from tests.vllm_plugin.engine.test_engine_numbers import OPTIONS as COMPARED_OPTIONS
 from tests.vllm_plugin.features import (
     PAGE,
     REFUSED_OPTIONS,
@@ -19,7 +20,6 @@ from tests.vllm_plugin.features import (
     VLLMS_OPTIONS,
     page,
 )
-from tests.vllm_plugin.test_engine_numbers import OPTIONS as COMPARED_OPTIONS
 
 HERE = Path(__file__).parent
 
@@ -98,7 +98,7 @@ def test_options_that_are_said_to_be_compared_with_stock_vllm_are():
         field
         for options in SERVED_OPTIONS.values()
         for field, test in options.items()
-        if test.startswith("test_engine_numbers.py::")
+        if test.startswith("engine/test_engine_numbers.py::")
     }
 
     assert compared <= COMPARED_OPTIONS.keys()

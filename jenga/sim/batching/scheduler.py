@@ -11,7 +11,7 @@ With asynchronous scheduling, a step is scheduled while the step before it runs.
 tokens that the running step will generate. A request that is preempted meanwhile still gets those
 tokens, and is admitted again when they are known.
 
-`tests/sim/test_engine_equality.py` compares the steps with those of vLLM's own scheduler.
+`tests/sim/replays/test_engine_equality.py` compares the steps with those of vLLM's own scheduler.
 
 Source: vLLM 0.32, `v1/core/sched/scheduler.py` and `async_scheduler.py`, policy "fcfs", without
 encoder budget.

@@ -1,7 +1,7 @@
 """Tile sizes of the kernels of the gated delta rule.
 
-Those for GPUs compile without spills (tests/kernels/test_delta_*.py). Those for the interpreter are
-large, because its cost is per operation and hardly per element.
+Those for GPUs compile without spills (tests/kernels/delta/test_delta_*.py). Those for the
+interpreter are large, because its cost is per operation and hardly per element.
 """
 
 from dataclasses import dataclass

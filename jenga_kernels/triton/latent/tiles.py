@@ -2,7 +2,7 @@
 
 A program keeps results as wide as a latent in registers. For 64 rows and 512 elements, these are
 128 per thread, so a row tile has few rows. The sizes are those that compile without spills
-(tests/kernels/test_compiled_latents.py).
+(tests/kernels/latent/test_compiled_latents.py).
 """
 
 from dataclasses import replace

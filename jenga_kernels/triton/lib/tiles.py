@@ -1,8 +1,8 @@
 """Tile sizes, warps and stages by shape and machine.
 
 Shapes decide, never model names. The sizes for GPUs are those that compile without spills
-(tests/kernels/test_compiled_attention.py). Those for the interpreter are large, because its cost is
-per operation and hardly per element.
+(tests/kernels/attention/test_compiled_attention.py). Those for the interpreter are large,
+because its cost is per operation and hardly per element.
 """
 
 import functools
