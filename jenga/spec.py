@@ -233,9 +233,10 @@ class State(LayerType):
 class TokenBudget(LayerType):
     """Attention that keeps a number of prompt tokens, which falls from layer to layer.
 
-    All tokens generated after the prompt are kept. Layers of one budget are one layer type. With a
-    steepness of 1, every layer keeps `mean_budget_tokens` of a longer prompt. Whole pages are
-    dropped, so up to a page less one slot fewer may stay.
+    Layers of one budget are one layer type. With a steepness of 1, every layer keeps
+    `mean_budget_tokens` of a longer prompt. Whole pages are dropped, so up to a page less one slot
+    fewer may stay. Tokens generated after the prompt are all kept, unless `output_tokens` is given.
+    Then the layer drops tokens again whenever so many have been added, prompt tokens and others.
 
     Attributes:
         mean_budget_tokens: Number of prompt tokens kept, averaged over the model's layers.
@@ -244,8 +245,11 @@ class TokenBudget(LayerType):
         steepness: Divisor of the mean: the last layer keeps about `1 / steepness` of it.
         layer_index: Place of these layers among the model's layers, from 0.
         num_layers: Number of layers of the model that have a budget.
+        output_tokens: Number of tokens after the prompt, and after each later choice, at which the
+            layer chooses again. None means that it chooses at the end of the prompt only.
 
-    Source: PyramidKV (arXiv 2406.02069), the arithmetic of its reference code.
+    Source: PyramidKV (arXiv 2406.02069), the arithmetic of its reference code. It chooses at the
+    end of the prompt only.
     """
 
     name: str
@@ -255,6 +259,7 @@ class TokenBudget(LayerType):
     steepness: int
     layer_index: int
     num_layers: int
+    output_tokens: int | None = None
 
     kind = "token budget"
 
@@ -273,15 +278,32 @@ class TokenBudget(LayerType):
         if self.layer_index >= self.num_layers:
             msg = f"{owner}: layer_index must be in [0, {self.num_layers}), got {self.layer_index}"
             raise ValueError(msg)
+        if self.output_tokens is None:
+            return
+        check_positive(owner, "output_tokens", self.output_tokens)
+        if self.output_tokens < self.recent_tokens:
+            msg = (
+                f"{owner}: output_tokens must be at least the {self.recent_tokens} recent_tokens, "
+                f"got {self.output_tokens}"
+            )
+            raise ValueError(msg)
+        if self.steepness != 1:
+            msg = (
+                f"{owner}: output_tokens must be None unless steepness is 1, got "
+                f"{self.output_tokens} and {self.steepness}"
+            )
+            raise ValueError(msg)
 
     def policy(self, page_slots: int, /) -> LayerPolicy:
         """Return the policy that keeps the budget once the prompt is processed."""
-        return TokenBudgetPolicy(self.budget_tokens, page_slots)
+        return TokenBudgetPolicy(self.budget_tokens, page_slots, self.output_tokens)
 
     @property
     def keeps(self) -> str:
         """Description of what the type keeps."""
-        return f"about {self.mean_budget_tokens:,} tokens of a prompt"
+        if self.output_tokens is None:
+            return f"about {self.mean_budget_tokens:,} tokens of a prompt"
+        return f"about {self.mean_budget_tokens:,} tokens, and {self.output_tokens:,} more at most"
 
     def needed_slots(self, num_tokens: int, /) -> range:
         """Return the slots of the budget, as if all tokens were tokens of the prompt."""
@@ -289,8 +311,8 @@ class TokenBudget(LayerType):
 
     @property
     def most_read_tokens(self) -> int:
-        """The budget, averaged over the model's layers."""
-        return self.mean_budget_tokens
+        """The budget, averaged over the model's layers, and the tokens added until a choice."""
+        return self.mean_budget_tokens + (self.output_tokens or 0)
 
     def budget_tokens(self, prompt_tokens: int) -> int:
         """Return the number of prompt tokens that these layers keep."""

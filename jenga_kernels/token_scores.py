@@ -7,7 +7,6 @@ from jenga_kernels.attention_plan import check_page_table
 from jenga_kernels.checks.pages import check_pages
 from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
-    check_at_least,
     check_contiguous,
     check_dtype,
     check_no_gradients,
@@ -33,21 +32,21 @@ def token_scores(
     page_table: torch.Tensor,
     query_ends: torch.Tensor,
     seq_lens: torch.Tensor,
+    num_queries: torch.Tensor,
     lse: torch.Tensor,
     *,
     scale: float,
-    num_queries: int,
     soft_cap: float | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Sum the attention weights that each key gets from the last queries of its request.
 
-    The score of a key in a KV head is the sum of its softmax weights over the last `num_queries`
+    The score of a key in a KV head is the sum of its softmax weights over the request's last
     queries and the query heads of the group. The mask is causal. The weights are those of
     `paged_attention`, from its log-sum-exps, so a sink makes them smaller.
 
-    The contents of page_table, query_ends and seq_lens are not checked, because they are on the
-    device. Each request must have at least `num_queries` tokens and rows of q.
+    The contents of the tensors of integers are not checked, because they are on the device. Each
+    request must have at least as many tokens and rows of q as queries count.
 
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
@@ -57,10 +56,10 @@ def token_scores(
         page_table: Page tables of the requests, i32[num_requests, max_pages].
         query_ends: One past the row of q of each request's last query, i32[num_requests].
         seq_lens: Number of tokens of each request, its last query's included, i32[num_requests].
+        num_queries: Number of last queries of each request that count, i32[num_requests].
         lse: Natural log-sum-exp of the scores of each row of q, from `paged_attention`,
             f32[num_tokens, num_heads].
         scale: Factor of the products of queries and keys.
-        num_queries: Number of last queries of a request that count.
         soft_cap: As in `paged_attention`.
         out: Scores, written in place and returned, f32[num_requests, num_kv_heads, max_tokens],
             contiguous. Those past a request's tokens become 0. max_tokens must be at least the
@@ -88,7 +87,8 @@ def token_scores(
         msg = f"q must have a multiple of the {num_kv_heads} KV heads, got {num_heads} heads"
         raise ValueError(msg)
     num_requests = check_page_table(page_table)
-    for name, tensor in (("query_ends", query_ends), ("seq_lens", seq_lens)):
+    counts = {"query_ends": query_ends, "seq_lens": seq_lens, "num_queries": num_queries}
+    for name, tensor in counts.items():
         check_shape(name, tensor, (num_requests,))
         check_dtype(name, tensor, (torch.int32,))
         check_contiguous(name, tensor)
@@ -106,17 +106,15 @@ def token_scores(
         )
         raise ValueError(msg)
     check_positive("scale", scale)
-    check_at_least("num_queries", num_queries, 1)
     if soft_cap is not None:
         check_positive("soft_cap", soft_cap)
     check_same_device(
         q=q,
         k_pages=k_pages,
         page_table=page_table,
-        query_ends=query_ends,
-        seq_lens=seq_lens,
         lse=lse,
         out=out,
+        **counts,
     )
     check_no_gradients(q=q, k_pages=k_pages, lse=lse, out=out)
     if out.numel() == 0:
@@ -132,6 +130,7 @@ def token_scores(
         page_table_ptr=page_table,
         query_ends_ptr=query_ends,
         seq_lens_ptr=seq_lens,
+        num_queries_ptr=num_queries,
         lse_ptr=lse,
         scale=scale,
         soft_cap=soft_cap,
@@ -142,7 +141,6 @@ def token_scores(
         stride_pages_slot=stride_slot,
         stride_pages_head=stride_head,
         stride_table_request=page_table.stride(0),
-        NUM_QUERIES=num_queries,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

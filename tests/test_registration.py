@@ -66,6 +66,16 @@ BUILT_IN = [
         layer_index=1,
         num_layers=3,
     ),
+    TokenBudget(
+        name="t",
+        layers=one_layer(),
+        mean_budget_tokens=12,
+        recent_tokens=2,
+        steepness=1,
+        layer_index=0,
+        num_layers=1,
+        output_tokens=5,
+    ),
     ImageEmbedding(name="t", layers=one_layer()),
 ]
 

@@ -97,6 +97,9 @@ def test_state_part_refuses(shape, dtype, message):
         (lambda: budget(recent_tokens=2048), "recent_tokens must be below"),
         (lambda: budget(layer_index=32), r"layer_index must be in \[0, 32\)"),
         (lambda: budget(steepness=0), "steepness"),
+        (lambda: budget(steepness=1, output_tokens=0), "output_tokens"),
+        (lambda: budget(steepness=1, output_tokens=7), "at least the 8 recent_tokens, got 7"),
+        (lambda: budget(output_tokens=64), "output_tokens must be None unless steepness is 1"),
         (lambda: ModelSpec(name="m", layer_types=()), "at least one layer type"),
         (
             lambda: ModelSpec(name="m", layer_types=(State(name="s", layers=LAYERS),) * 2),

@@ -53,6 +53,7 @@ class ReadOptions:
             state, so that it seldom writes the state. Such a layer needs no more states for
             drafted tokens. 0 means no history. Otherwise at least twice the tokens of a step, and
             at most 64 for gated delta layers.
+        head_extra_bytes: Bytes that a slot holds beside the key and the value of each KV head.
     """
 
     tensor_parallel: int = 1
@@ -62,6 +63,7 @@ class ReadOptions:
     embeddings_in_kv_pages: bool = False
     draft_tokens: int = 0
     history_tokens: int = 0
+    head_extra_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_positive("options", "tensor_parallel", self.tensor_parallel)
@@ -124,7 +126,7 @@ class ReadOptions:
             ValueError: The ranks cannot divide the heads, or the format does not take such heads.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        head_bytes = self._row_bytes(head_dim) + self._row_bytes(value_dim)
+        head_bytes = self._row_bytes(head_dim) + self._row_bytes(value_dim) + self.head_extra_bytes
         return self.shard_kv_heads(num_kv_heads) * head_bytes
 
     def _row_bytes(self, num_elements: int) -> int:

@@ -250,5 +250,5 @@ def _read_text(
         model_type = _known(text, TEXT_READERS) or model_type
         if model_type not in TEXT_READERS:
             text.refuse("model_type", f"one of {', '.join(TEXT_READERS)}")
-    types = TEXT_READERS[model_type](text.with_absent(CLASS_DEFAULTS.get(model_type, {})), options)
-    return with_token_budgets(types, text)
+    reader, fields = TEXT_READERS[model_type], text.with_absent(CLASS_DEFAULTS.get(model_type, {}))
+    return with_token_budgets(lambda options: reader(fields, options), text, options)

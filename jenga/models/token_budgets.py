@@ -6,18 +6,25 @@ layers have full attention, all of them or some.
 Source: PyramidKV (arXiv 2406.02069), where budgets fall from layer to layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from jenga.models.config import Config
 from jenga.models.layers import layer_name
+from jenga.models.options import ReadOptions
 from jenga.spec import FullAttention, Layer, LayerType, TokenBudget
 
 TOKEN_BUDGETS = "kv_token_budgets"
 """Name of the field."""
 
-_FIELDS = frozenset({"layers", "recent_tokens", "sink_tokens", "pool_tokens"})
+WEIGHT_BYTES = 4
+"""Bytes of a slot that hold, for each KV head, the attention weight that its token got so far.
+
+Layers that choose again as outputs grow have them. The queries of a choice come one in a step.
+"""
+
+_FIELDS = frozenset({"layers", "recent_tokens", "sink_tokens", "pool_tokens", "output_tokens"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +37,15 @@ class TokenBudgets:
             the other tokens.
         sink_tokens: Number of first tokens that are always kept.
         pool_tokens: Number of neighbours whose scores count for a token.
+        output_tokens: Number of tokens after the prompt, and after each later choice, at which the
+            layers choose again. None means that they choose at the end of the prompt only.
     """
 
     layer_tokens: tuple[int | None, ...]
     recent_tokens: int
     sink_tokens: int
     pool_tokens: int
+    output_tokens: int | None
 
 
 def token_budgets(config: Config) -> TokenBudgets | None:
@@ -54,6 +64,11 @@ def token_budgets(config: Config) -> TokenBudgets | None:
     pool_tokens = section.integer("pool_tokens", default=7)
     if pool_tokens % 2 == 0:
         section.refuse("pool_tokens", "odd")
+    output_tokens = None
+    if section.as_dict().get("output_tokens") is not None:
+        output_tokens = section.integer("output_tokens")
+        if output_tokens < recent_tokens:
+            section.refuse("output_tokens", f"null, or at least the {recent_tokens} recent_tokens")
     layers = section.as_dict().get("layers")
     fixed_tokens = recent_tokens + sink_tokens
     expected = (
@@ -76,18 +91,34 @@ def token_budgets(config: Config) -> TokenBudgets | None:
         recent_tokens=recent_tokens,
         sink_tokens=sink_tokens,
         pool_tokens=pool_tokens,
+        output_tokens=output_tokens,
     )
 
 
-def with_token_budgets(types: Sequence[LayerType], config: Config) -> list[LayerType]:
+def with_token_budgets(
+    read: Callable[[ReadOptions], Sequence[LayerType]], config: Config, options: ReadOptions
+) -> list[LayerType]:
     """Return the layer types of a model, with budgets instead of full attention where it has them.
+
+    Args:
+        read: Reads the layer types as if no layer had a budget.
+        config: The language model's fields.
+        options: How the model is run.
 
     Raises:
         ValueError: A budget is wrong, or is given to a layer without full attention of its own.
     """
-    budgets = token_budgets(config)
+    types, budgets = read(options), token_budgets(config)
     if budgets is None:
         return list(types)
+    extra_bytes = 0 if budgets.output_tokens is None else WEIGHT_BYTES
+    with_weights = read(replace(options, head_extra_bytes=extra_bytes))
+    stored = {
+        layer.name: layer
+        for each in with_weights
+        if isinstance(each, FullAttention)
+        for layer in each.layers
+    }
     tokens_of = {
         layer_name(index): tokens
         for index, tokens in enumerate(budgets.layer_tokens)
@@ -100,7 +131,7 @@ def with_token_budgets(types: Sequence[LayerType], config: Config) -> list[Layer
         for layer in each.layers:
             is_full = isinstance(each, FullAttention) and not layer.readers
             if is_full and layer.name in tokens_of:
-                layers_of[tokens_of.pop(layer.name)].append(layer)
+                layers_of[tokens_of.pop(layer.name)].append(stored[layer.name])
             else:
                 others.append(layer)
         if others:
@@ -120,6 +151,7 @@ def with_token_budgets(types: Sequence[LayerType], config: Config) -> list[Layer
             steepness=1,
             layer_index=0,
             num_layers=1,
+            output_tokens=budgets.output_tokens,
         )
         for tokens, layers in layers_of.items()
     ]

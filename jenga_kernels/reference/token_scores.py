@@ -11,10 +11,10 @@ def token_scores(
     page_table: torch.Tensor,
     query_ends: torch.Tensor,
     seq_lens: torch.Tensor,
+    num_queries: torch.Tensor,
     lse: torch.Tensor,
     *,
     scale: float,
-    num_queries: int,
     soft_cap: float | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
@@ -22,8 +22,9 @@ def token_scores(
     num_kv_heads = k_pages.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out.zero_()
-    for row, (end, seq_len) in enumerate(zip(query_ends.tolist(), seq_lens.tolist(), strict=True)):
-        rows = slice(end - num_queries, end)
+    counts = zip(query_ends.tolist(), seq_lens.tolist(), num_queries.tolist(), strict=True)
+    for row, (end, seq_len, num_last) in enumerate(counts):
+        rows = slice(end - num_last, end)
         keys = torch.arange(seq_len, device=q.device)
         k = gathered(k_pages, page_table[row], keys, None, q.dtype)
         grouped = q[rows].unflatten(1, (num_kv_heads, -1))
@@ -32,7 +33,7 @@ def token_scores(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         log_sums = lse[rows].to(dtype).unflatten(1, (num_kv_heads, -1))
         weights = torch.exp(scores - log_sums[..., None])
-        positions = seq_len - num_queries + torch.arange(num_queries, device=q.device)
+        positions = seq_len - num_last + torch.arange(num_last, device=q.device)
         is_read = keys[None, :] <= positions[:, None]
         weights = weights.masked_fill(~is_read[:, None, None, :], 0.0)
         out[row, :, :seq_len] = weights.sum((0, 2)).to(out.dtype)

@@ -82,8 +82,9 @@ def prepared(
     seq_lens = torch.full((shape.num_prompts,), shape.prompt_tokens, **ints)
     num_kept = torch.full((shape.num_prompts,), shape.budget_tokens, **ints)
     scores = torch.rand(shape.num_prompts, shape.num_kv_heads, shape.prompt_tokens, device=device)
-    given = (q, k_pages, table, ends, seq_lens, lse)
-    named = {"scale": shape.head_dim**-0.5, "num_queries": RECENT_TOKENS}
+    num_queries_each = torch.full((shape.num_prompts,), RECENT_TOKENS, **ints)
+    given = (q, k_pages, table, ends, seq_lens, num_queries_each, lse)
+    named = {"scale": shape.head_dim**-0.5}
     out = torch.empty_like(scores)
 
     def choose() -> torch.Tensor:

@@ -1,12 +1,13 @@
 """Measure the loss of Gemma 3 270M with token budgets, compared with the full cache.
 
-    python -m perf.sweeps.token_budgets [--windows N] [--prompt N] [--tokens N]
+    python -m perf.sweeps.token_budgets [--windows N] [--prompt N] [--tokens N] [--again N]
 
 A window of text is a prompt and the tokens after it. The prompt is read with full attention. Then
 the layers with full attention keep a share of it, on average over these layers, and the loss of the
 tokens after it is measured. Layers with a window (512 tokens) keep what they always keep.
 Everything is float32. The text is Python's language reference, which comes with Python. No speed is
-measured.
+measured. With `--again`, these layers choose again after so many tokens behind the prompt
+(`output_tokens`), among what they still have.
 
 Each share is kept in three ways:
 
@@ -35,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jenga.demo.weights import gemma3_270m_directory
 from jenga.spec import Layer, TokenBudget
 from jenga_kernels.token_choice import choose_tokens
-from tests.vllm_plugin.attention.dense_budgets import DenseBudgets
+from perf.sweeps.dense_budgets import DenseBudgets
 
 RECENT_TOKENS, SINK_TOKENS, POOL_TOKENS = 32, 4, 7
 STEEPNESS = 4
@@ -107,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tokens", type=int, default=128, help="tokens after a prompt (default: %(default)s)"
     )
+    parser.add_argument(
+        "--again", type=int, help="tokens after which layers choose again (default: never)"
+    )
     options = parser.parse_args(arguments)
     directory = gemma3_270m_directory("float32")
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -117,7 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = model.config.layer_types
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     dense = ChoosingModel(
-        model, recent_tokens=RECENT_TOKENS, sink_tokens=SINK_TOKENS, pool_tokens=POOL_TOKENS
+        model,
+        recent_tokens=RECENT_TOKENS,
+        sink_tokens=SINK_TOKENS,
+        pool_tokens=POOL_TOKENS,
+        output_tokens=options.again,
     )
     compared = [("full cache", True, [None] * len(full)), *cases(options.prompt, len(full))]
     losses = torch.zeros(len(compared), options.windows)
@@ -141,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Gemma 3 270M, {options.windows} windows of {options.prompt} tokens and {options.tokens} "
         f"after them; layers with full attention: {full}"
     )
+    if options.again:
+        print(f"layers choose again after every {options.again} tokens")
     print(f"Python {platform.python_version()}'s language reference, torch {torch.__version__}")
     print()
     print(f"{'kept':<16}{'tokens':>20}{'loss':>10}{'more':>10}{'+-':>9}{'same':>9}")

@@ -243,9 +243,9 @@ CASES = {
         "page_table": PAGE_TABLE,
         "query_ends": torch.tensor([4, 6], dtype=I32),
         "seq_lens": SEQ_LENS,
+        "num_queries": torch.tensor([2, 1], dtype=I32),
         "lse": numbers(6, 4, seed=4),
         "scale": 0.2,
-        "num_queries": 2,
         "out": torch.zeros(2, 2, 24),
     },
     "state_update": lambda: recurrence() | SLOTS | {

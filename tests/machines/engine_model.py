@@ -153,11 +153,6 @@ class EngineModel:
                 assert page > 0
                 self.write(index, page, token % page_tokens, run.written(token))
 
-    def num_dropped(self, table, run):
-        budget = table.layer_type.budget_tokens(run.prompt)
-        pages = -(-(run.prompt - budget) // table.tokens_per_page)
-        return pages * table.tokens_per_page
-
     def _read_step(self, index, table, run, pages):
         layer_type, page_tokens = table.layer_type, table.tokens_per_page
         end = run.processed + run.scheduled - run.rejected
@@ -178,11 +173,10 @@ class EngineModel:
                     assert self.read(index, pages[start + page], token % page_tokens) == content
             return
         if isinstance(layer_type, TokenBudget) and run.processed >= run.prompt:
-            dropped = self.num_dropped(table, run)
+            dropped, moved_at = moves(table, run, run.processed)[-1]
             for slot in range(dropped, end):
-                is_moved = dropped and slot < run.prompt
-                kept = ("kept", run.tokens[: run.prompt], slot)
-                expected = kept if is_moved else run.content(slot)
+                kept = ("kept", run.tokens[:moved_at], slot)
+                expected = kept if slot < moved_at else run.content(slot)
                 page = pages[slot // page_tokens]
                 assert page > 0
                 assert self.read(index, page, slot % page_tokens) == expected
@@ -197,15 +191,42 @@ class EngineModel:
         run.processed += run.scheduled - run.rejected
         run.scheduled = run.rejected = 0
         for index, table in enumerate(self.tables):
-            layer_type = table.layer_type
-            if not isinstance(layer_type, TokenBudget) or run.processed != run.prompt:
+            if not isinstance(table.layer_type, TokenBudget):
                 continue
-            dropped = self.num_dropped(table, run)
-            if dropped:
-                for slot in range(dropped, run.prompt):
+            dropped, moved_at = moves(table, run, run.processed)[-1]
+            if moved_at and moved_at == run.processed:
+                for slot in range(dropped, moved_at):
                     page = pages[index][slot // table.tokens_per_page]
-                    kept = ("kept", run.tokens[: run.prompt], slot)
+                    kept = ("kept", run.tokens[:moved_at], slot)
                     self.write(index, page, slot % table.tokens_per_page, kept)
+
+
+def choices(layer_type, run, end):
+    """Numbers of tokens, up to `end`, at which a layer with a budget chooses what it keeps."""
+    interval = layer_type.output_tokens or len(run.tokens) + 1
+    return range(run.prompt, end + 1, interval)
+
+
+def moves(table, run, end):
+    """(tokens dropped, tokens at the choice) of each choice that dropped more; (0, 0) first."""
+    found = [(0, 0)]
+    for at in choices(table.layer_type, run, end):
+        dropped = 0
+        while at - dropped > table.layer_type.budget_tokens(at):
+            dropped += table.tokens_per_page
+        if dropped > found[-1][0]:
+            found.append((dropped, at))
+    return found
+
+
+def last_end(tables, run):
+    """The most tokens that the next step may end with: of the prompt, and up to a choice."""
+    ends = [run.prompt if run.processed < run.prompt else len(run.tokens)]
+    for table in tables:
+        if isinstance(table.layer_type, TokenBudget):
+            later = choices(table.layer_type, run, len(run.tokens))
+            ends += [at for at in later if at > run.processed][:1]
+    return min(ends)
 
 
 def image_pages(run, page_tokens):

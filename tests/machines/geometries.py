@@ -86,6 +86,20 @@ def budget(name="budget", slot_bytes=32, tokens=4, per_large=1):
     return page_table(layer_type, tokens, per_large)
 
 
+def growing_budget(name, slot_bytes, per_large, budget_tokens):
+    layer_type = TokenBudget(
+        name=name,
+        layers=_layer(name, slot_bytes),
+        mean_budget_tokens=budget_tokens,
+        recent_tokens=2,
+        steepness=1,
+        layer_index=0,
+        num_layers=1,
+        output_tokens=5,
+    )
+    return page_table(layer_type, 4, per_large)
+
+
 HOMOGENEOUS = geometry("homogeneous", full())
 WINDOWED = geometry(
     "windowed", full(slot_bytes=48, per_large=2), sliding(slot_bytes=32, per_large=3)
@@ -153,10 +167,20 @@ BUDGETED = geometry(
     sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
     full("draft", slot_bytes=24, tokens=4, per_large=4),
 )
+GROWING_BUDGETS = geometry(
+    "growing_budgets",
+    full(slot_bytes=16, tokens=4, per_large=6),
+    growing_budget("small budget", slot_bytes=32, per_large=3, budget_tokens=8),
+    growing_budget("large budget", slot_bytes=24, per_large=4, budget_tokens=17),
+    sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
+)
 OUTSIDE = geometry(
     "type_from_outside",
     full(slot_bytes=16, tokens=4, per_large=6),
     paper_window(slot_bytes=32, tokens=4, per_large=3, window=7),
     state(slot_bytes=96, per_large=4),
 )
-CACHED = (HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED, BUDGETED, OUTSIDE)
+CACHED = (
+    *(HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED),
+    *(BUDGETED, GROWING_BUDGETS, OUTSIDE),
+)

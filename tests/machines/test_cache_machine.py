@@ -26,7 +26,7 @@ from jenga.spec import (
     ImageEmbedding,
     SlidingWindow,
 )
-from tests.machines.engine_model import EngineModel, Run
+from tests.machines.engine_model import EngineModel, Run, last_end
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
 from tests.machines.wholeness import assert_checkpoints_are_whole
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), chunk=st.sampled_from([1, 2, 4, 4, 8, 13, 24]))
     def schedule(self, data, chunk):
         run = self._choose(data, [r.request_id for r in self.runs.values() if not r.scheduled])
-        end = run.prompt if run.processed < run.prompt else len(run.tokens)
+        end = last_end(self.geometry.page_tables, run)
         num_tokens = min(end, run.processed + chunk)
         if num_tokens == run.processed:
             self.manager.free(run.request_id)

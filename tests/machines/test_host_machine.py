@@ -12,7 +12,15 @@ from jenga.prefix import prefetch
 from jenga.spec import CrossAttention, ImageEmbedding
 from jenga.tables.request import CopyPath
 from tests.machines.engine_model import EngineModel, Run
-from tests.machines.geometries import CACHED, WINDOWED, full, geometry, sliding, state
+from tests.machines.geometries import (
+    CACHED,
+    GROWING_BUDGETS,
+    WINDOWED,
+    full,
+    geometry,
+    sliding,
+    state,
+)
 from tests.machines.wholeness import assert_checkpoints_are_whole
 
 HASH_TOKENS = 4
@@ -300,6 +308,7 @@ LONG = {
 GEOMETRIES = [
     pytest.param(each, id=each.name, marks=pytest.mark.slow if each.name in LONG else ())
     for each in (*CACHED, WINDOWED, STATES_FIRST)
+    if each is not GROWING_BUDGETS  # none of its content is ever found again
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jenga.manager import Manager
 from tests.machines.engine_model import EngineModel, Run
-from tests.machines.geometries import BUDGETED
+from tests.machines.geometries import BUDGETED, GROWING_BUDGETS
 
 HASH_TOKENS = 4
 
@@ -71,3 +71,33 @@ def test_a_prompt_beyond_its_budget_writes_over_no_page_of_another(free_first):
     session.decode("short again")
     if not free_first:
         session.decode("short")
+
+
+def test_layers_give_pages_back_whenever_outputs_have_grown():
+    session = Session(GROWING_BUDGETS)
+    session.admit("one", TEXT, 6)
+    run, held = session.runs["one"], []
+    while run.processed < len(TEXT):
+        session.decode("one")
+        session.manager.release_passed("one", run.processed)
+        pages = session.manager.page_tables("one")[:3]
+        held.append((run.processed, *(sum(page > 0 for page in each) for each in pages)))
+
+    # Choices come at 6 + 5k tokens. The budgets are 8 and 17 tokens, in pages of 4.
+    at = {tokens: counts for tokens, *counts in held}
+    assert at[10] == [3, 3, 3]
+    assert at[11] == [3, 2, 3]
+    assert at[21] == [6, 2, 5]
+    assert at[26] == [7, 2, 4]
+    assert max(counts[1] for counts in at.values()) == 3
+    assert max(counts[2] for counts in at.values()) == 6
+    assert at[60][0] == 15
+
+
+def test_requests_that_may_outgrow_a_budget_share_no_pages():
+    session = Session(GROWING_BUDGETS)
+    session.admit("one", TEXT, 6)
+
+    assert session.admit("two", TEXT, 6) == 0
+    session.manager.free("one")
+    assert session.admit("three", TEXT, 6) == 0

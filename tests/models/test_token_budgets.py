@@ -6,6 +6,7 @@ from jenga.models.config import Config
 from jenga.models.reader import read_config
 from jenga.models.token_budgets import token_budgets
 from jenga.planning.planner import plan
+from jenga.policies import RequestFacts
 from jenga.spec import FullAttention, SlidingWindow, TokenBudget
 
 LLAMA = {
@@ -64,6 +65,25 @@ def test_a_plan_counts_what_is_kept():
     assert sorted(slots.values()) == [128, 256, 384, 512]
 
 
+def test_layers_that_choose_again_hold_a_word_for_each_head_of_a_slot():
+    full, growing = read(LLAMA, [512, None, 512, 512], output_tokens=128)
+    again = read(LLAMA, [512, None, 512, 512], output_tokens=None)
+
+    assert (growing.output_tokens, again[1].output_tokens) == (128, None)
+    slot_bytes = 2 * 2 * 64 * 2
+    assert [layer.slot_bytes for layer in full.layers] == [slot_bytes]
+    assert [layer.slot_bytes for layer in growing.layers] == [slot_bytes + 2 * 4] * 3
+    assert [layer.slot_bytes for layer in again[1].layers] == [slot_bytes] * 3
+
+
+def test_a_plan_counts_the_tokens_until_the_next_choice():
+    _, growing = read(LLAMA, [512, None, 512, 512], output_tokens=128)
+    facts = RequestFacts(prompt_tokens=100)
+
+    assert growing.keeps == "about 512 tokens, and 128 more at most"
+    assert growing.policy(16).peak_slots(facts, 10_000, 1) == 512 + 128
+
+
 def test_a_model_without_the_field_has_no_budgets():
     assert token_budgets(Config(LLAMA, source="config.json")) is None
 
@@ -74,6 +94,7 @@ def test_defaults_are_those_of_the_documentation():
     )
 
     assert (budgets.recent_tokens, budgets.sink_tokens, budgets.pool_tokens) == (32, 4, 7)
+    assert budgets.output_tokens is None
     assert budgets.layer_tokens == (64, None, 64, 99)
 
 
@@ -90,6 +111,10 @@ def test_defaults_are_those_of_the_documentation():
         (LLAMA, {"layers": [64] * 4, "pool_tokens": 2}, "'pool_tokens' must be odd"),
         (LLAMA, {"layers": [64] * 4, "sink_tokens": -1}, "'sink_tokens' must be"),
         (LLAMA, {"layers": [64] * 4, "recent_tokens": 0}, "'recent_tokens' must be"),
+        (LLAMA, {"layers": [64] * 4, "output_tokens": 31}, "null, or at least the 32 recent_tok"),
+        (LLAMA, {"layers": [64] * 4, "output_tokens": 0}, "'output_tokens' must be"),
+        (LLAMA, {"layers": [64] * 4, "output_tokens": True}, "'output_tokens' must be"),
+        (LLAMA, {"layers": [64] * 4, "output_tokens": "64"}, "'output_tokens' must be"),
         (LLAMA, {"layers": [64] * 4, "mean": 1}, "without \\['mean'\\]"),
         (LLAMA, 64, "'kv_token_budgets' must be an object"),
         (GEMMA, {"layers": [64, None, None, 64]}, "null for layers.0: a layer with a budget"),

@@ -11,12 +11,13 @@ from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
+from jenga.policies.token_budget import next_choice
 from jenga.prefix.eviction_log import Eviction
 from jenga.prefix.miss_log import Miss
 from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.batching.need import Need, encoder_tokens
 from jenga.sim.results.rows import TableBytes
-from jenga.spec import ModelSpec
+from jenga.spec import ModelSpec, TokenBudget
 from jenga.state_keeper import StateKeeper, end_step
 from jenga.tables.request import PrefixHit
 
@@ -160,6 +161,11 @@ class ManagedArena(ManagedMemory):
         self._states: StateKeeper | None = None
         if prefix_caching and any(table.is_state for table in geometry.page_tables):
             self._states = StateKeeper(manager, hash_tokens=HASH_TOKENS)
+        # Tokens of an output at which layers with a budget choose again, None if they never do.
+        self._output_tokens: int | None = None
+        for table in geometry.page_tables:
+            if isinstance(table.layer_type, TokenBudget):
+                self._output_tokens = table.layer_type.output_tokens or self._output_tokens
 
     def new_step(self) -> None:
         """See `Arena`."""
@@ -176,9 +182,18 @@ class ManagedArena(ManagedMemory):
                 active.name,
                 _Hashes(active),
                 num_tokens=active.num_tokens,
-                facts=active.facts,
+                facts=self._facts(active),
                 first=first,
             )
+
+    def _facts(self, active: ActiveRequest) -> RequestFacts:
+        """Return the facts that the plugin gives: layers that choose again know the prompt's end.
+
+        They then choose at the same tokens after a preemption.
+        """
+        if self._output_tokens is None:
+            return active.facts
+        return replace(active.facts, prompt_tokens=active.prompt_tokens)
 
     def refuse(self, active: ActiveRequest) -> None:
         """See `Arena`."""
@@ -192,21 +207,26 @@ class ManagedArena(ManagedMemory):
             self.settle(scheduled, num_tokens)
         self._scheduled.clear()
         most_tokens = 0 if self.manager.starts_over(active.name) else active.num_tokens - 1
-        hit = self.manager.lookup(_Hashes(active), max_tokens=most_tokens, facts=active.facts)
+        facts = self._facts(active)
+        hit = self.manager.lookup(_Hashes(active), max_tokens=most_tokens, facts=facts)
         # Even a hit of no tokens says where a state is worth keeping, so it is kept, too.
         active.found = hit
         return hit.num_tokens
 
-    def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
-        """See `Arena`. A chunk may have any length."""
-        return num_tokens
+    def chunk_tokens(self, active: ActiveRequest, start: int, num_tokens: int) -> int:
+        """See `Arena`. A chunk may have any length, but none goes past a choice of tokens."""
+        if self._output_tokens is None:
+            return num_tokens
+        return min(
+            num_tokens, next_choice(active.prompt_tokens, start, self._output_tokens) - start
+        )
 
     def rest_tokens(self, active: ActiveRequest) -> int | None:
         """See `Arena`."""
         if not self._prefix_caching:
             return None if self.manager.was_refused(active.name) else active.num_tokens
         return self.manager.rest_tokens(
-            active.name, _Hashes(active), num_tokens=active.num_tokens, facts=active.facts
+            active.name, _Hashes(active), num_tokens=active.num_tokens, facts=self._facts(active)
         )
 
     def admit(
@@ -224,7 +244,7 @@ class ManagedArena(ManagedMemory):
             num_tokens=num_tokens + lookahead_tokens,
             num_processed_tokens=hit_tokens,
             hit=hit,
-            facts=active.facts,
+            facts=self._facts(active),
             full_tokens=active.num_tokens,
             reserve_large_pages=self.manager.growth_large_pages if is_back else 0,
         ):

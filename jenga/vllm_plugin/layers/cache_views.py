@@ -76,34 +76,12 @@ def cache_views(
 def _views_of_scaled_slots(kv_cache: torch.Tensor, key_bytes: int) -> CacheViews:
     """Make views of a cache whose slots have their own scales.
 
-    In a page, the scales lie after all rows. vLLM puts the four bytes of each scale next to its key
-    or value. Then rows would begin at multiples of four bytes, and each load would have only four.
-
     Args:
         kv_cache: [num_pages, num_kv_heads, page_tokens, bytes of a key, a value and 8 of scales],
             elements of one byte. A page is contiguous, with its dimensions in any order.
         key_bytes: Number of bytes in a key.
     """
-    num_pages, num_kv_heads, page_tokens, slot_bytes = kv_cache.shape
-    row_bytes = slot_bytes - SLOT_SCALES_BYTES
-    page_bytes = int(kv_cache.stride(0)) if num_pages > 1 else 0
-    head_bytes = page_tokens * row_bytes
-    rows = kv_cache.as_strided(
-        (num_pages, page_tokens, num_kv_heads, row_bytes), (page_bytes, row_bytes, head_bytes, 1)
-    )
-    words = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
-    scale_bytes = words.itemsize
-    num_scales = num_kv_heads * page_tokens
-    first_scale = (int(kv_cache.storage_offset()) + num_kv_heads * head_bytes) // scale_bytes
-    k_scales, v_scales = (
-        words.new_empty(0).set_(
-            kv_cache.untyped_storage(),
-            first_scale + side * num_scales,
-            (num_pages, page_tokens, num_kv_heads),
-            (page_bytes // scale_bytes, 1, page_tokens),
-        )
-        for side in range(2)
-    )
+    rows, (k_scales, v_scales) = split_pages(kv_cache, num_words=2)
     return CacheViews(
         k_pages=rows[..., :key_bytes],
         v_pages=rows[..., key_bytes:],
@@ -112,6 +90,48 @@ def _views_of_scaled_slots(kv_cache: torch.Tensor, key_bytes: int) -> CacheViews
         k_slot_scales=k_scales,
         v_slot_scales=v_scales,
     )
+
+
+def split_pages(
+    kv_cache: torch.Tensor, *, num_words: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Make views of a cache whose slots hold words of four bytes beside the rows of each head.
+
+    In a page, the words lie after all rows. vLLM puts the words of a slot next to its key and
+    value. Then rows would begin at multiples of four bytes, and each load would have only four.
+
+    Args:
+        kv_cache: [num_pages, num_kv_heads, page_tokens, elements of a key, a value and the words].
+            A page is contiguous, with its dimensions in any order.
+        num_words: Number of words of a head's slot.
+
+    Returns:
+        The rows of keys and values, [num_pages, page_tokens, num_kv_heads, elements of both], and
+        num_words tensors f32[num_pages, page_tokens, num_kv_heads].
+    """
+    num_pages, num_kv_heads, page_tokens, slot_elements = kv_cache.shape
+    words = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
+    element_bytes, word_bytes = kv_cache.element_size(), words.element_size()
+    row_elements = slot_elements - num_words * word_bytes // element_bytes
+    page_elements = int(kv_cache.stride(0)) if num_pages > 1 else 0
+    head_elements = page_tokens * row_elements
+    rows = kv_cache.as_strided(
+        (num_pages, page_tokens, num_kv_heads, row_elements),
+        (page_elements, row_elements, head_elements, 1),
+    )
+    num_in_page = num_kv_heads * page_tokens
+    first_element = int(kv_cache.storage_offset()) + num_kv_heads * head_elements
+    first_word = first_element * element_bytes // word_bytes
+    views = [
+        words.new_empty(0).set_(
+            kv_cache.untyped_storage(),
+            first_word + number * num_in_page,
+            (num_pages, page_tokens, num_kv_heads),
+            (page_elements * element_bytes // word_bytes, 1, page_tokens),
+        )
+        for number in range(num_words)
+    ]
+    return rows, views
 
 
 def _pairs(words: torch.Tensor | None) -> torch.Tensor | None:

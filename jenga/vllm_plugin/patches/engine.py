@@ -161,7 +161,7 @@ def _mamba_block_aligned_split(original: Function) -> Function:
         if manager is None or has_token_budgets is None:
             return original(self, request, num_new_tokens, found, num_external_computed_tokens)
         if has_token_budgets:
-            return manager.cut_at_prompt(request, num_new_tokens, found)
+            return manager.cut_at_choice(request, num_new_tokens, found)
         if request.num_computed_tokens + found + num_new_tokens >= request.num_tokens:
             return num_new_tokens
         from jenga.vllm_plugin.scheduler.short_requests import beside_short
@@ -475,8 +475,8 @@ WHEN_SELECTED = (
         name="Scheduler._mamba_block_aligned_split",
         reason=(
             "the place where vLLM shortens a step of a prompt; a prompt leaves room for short "
-            "requests behind it, and layers with a token budget need a step that ends with the "
-            "prompt and has its last queries"
+            "requests behind it, and layers with a token budget need steps that end with the "
+            "prompt, with its last queries, and where they choose again"
         ),
         parameters=(
             "self",

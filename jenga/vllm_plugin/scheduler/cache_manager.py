@@ -20,6 +20,7 @@ from jenga.eviction.known import policy_by_name
 from jenga.manager import Manager
 from jenga.page_ids import SmallPageId
 from jenga.policies import RequestFacts
+from jenga.policies.token_budget import next_choice
 from jenga.spec import TokenBudget
 from jenga.state_keeper import StateKeeper
 from jenga.tables.request import PrefixHit
@@ -196,6 +197,8 @@ class JengaKVCacheManager:
         ]
         self.has_token_budgets = bool(budgets)
         self._choosing_tokens = max((each.recent_tokens for each in budgets), default=0)
+        # All layers of a model choose at the same tokens.
+        self._output_tokens = next((each.output_tokens for each in budgets), None)
         self._has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._first_layers = first_layers(kv_cache_config)
         self._states: StateKeeper | None = None
@@ -268,13 +271,13 @@ class JengaKVCacheManager:
         prompt_tokens = request.num_prompt_tokens if is_cut else request.num_tokens
         return RequestFacts(prompt_tokens=prompt_tokens, images=images)
 
-    def cut_at_prompt(
+    def cut_at_choice(
         self, request: "Request", num_new_tokens: int, num_found_tokens: int = 0
     ) -> int:
         """Shorten a step of a request for layers with a token budget.
 
-        A step does not go past the end of the prompt, and the step that ends it has all queries
-        that choose which tokens are kept.
+        A step does not go past the end of the prompt, or past a later choice. The step that ends
+        the prompt has all queries that choose which tokens are kept.
 
         Args:
             request: The request.
@@ -284,11 +287,13 @@ class JengaKVCacheManager:
         Returns:
             The number of tokens to compute. 0 if the request must wait for a step with more room.
         """
-        left = request.num_prompt_tokens - request.num_computed_tokens - num_found_tokens
-        if left <= 0:
-            return num_new_tokens
+        prompt_tokens = request.num_prompt_tokens
+        computed_tokens = request.num_computed_tokens + num_found_tokens
+        left = next_choice(prompt_tokens, computed_tokens, self._output_tokens) - computed_tokens
         if num_new_tokens >= left:
             return left
+        if computed_tokens >= prompt_tokens:
+            return num_new_tokens
         return min(num_new_tokens, max(0, left - self._choosing_tokens))
 
     @property

@@ -124,6 +124,8 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
     """
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
+    from jenga.vllm_plugin.specs.token_budgets import TokenBudgetSpec
+
     # In latent attention, a row is key and value at once.
     has_values = not isinstance(spec, MLAAttentionSpec)
     served = {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}
@@ -131,12 +133,13 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         served |= {mode for mode in KVQuantMode if mode.is_per_token_head}
     widths = {spec.head_size, spec.head_size_v} if has_values else set()
     is_int4 = spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD
-    # The backend itself sets this content, to add the scales of slots that have their own.
-    has_slot_scales = has_values and spec.kv_quant_mode.is_per_token_head
+    # The plugin itself sets this content, to add scales or attention weights to each slot.
+    has_weights = isinstance(spec, TokenBudgetSpec) and spec.output_tokens is not None
+    has_slot_words = has_weights or (has_values and spec.kv_quant_mode.is_per_token_head)
     checks = {
         "padded pages": spec.page_size_padded is not None,
         "packed head slots": spec.num_head_slots is not None,
-        "packed content": spec.state_content_bytes is not None and not has_slot_scales,
+        "packed content": spec.state_content_bytes is not None and not has_slot_words,
         "compressed tokens": spec.tokens_per_state != 1,
         f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode not in served,
         f"values of {spec.head_size_v} elements": has_values and spec.head_size_v not in VALUE_DIMS,
@@ -239,6 +242,7 @@ def _budget_kind(spec: "TokenBudgetSpec") -> _Kind:
         ("steepness", 1),
         ("layer_index", 0),
         ("num_layers", 1),
+        ("output_tokens", spec.output_tokens),
     )
     return _Kind(layer_type=TokenBudget, name=f"budget_{spec.budget_tokens}", fields=fields)
 

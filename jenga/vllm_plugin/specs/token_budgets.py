@@ -8,7 +8,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from jenga.models.config import Config
-from jenga.models.token_budgets import TokenBudgets, token_budgets
+from jenga.models.token_budgets import WEIGHT_BYTES, TokenBudgets, token_budgets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,17 +18,23 @@ if TYPE_CHECKING:
 class TokenBudgetSpec(FullAttentionSpec):
     """Cache of a layer with a token budget.
 
+    With `output_tokens`, each head of a slot has a word beside its key and value
+    (`WEIGHT_BYTES`): the attention weights that its token got so far from the queries of the next
+    choice.
+
     Attributes:
         budget_tokens: Most tokens of a prompt that are kept once it is read.
         recent_tokens: As in `TokenBudgets`.
         sink_tokens: As in `TokenBudgets`.
         pool_tokens: As in `TokenBudgets`.
+        output_tokens: As in `TokenBudgets`.
     """
 
     budget_tokens: int = 1
     recent_tokens: int = 0
     sink_tokens: int = 0
     pool_tokens: int = 1
+    output_tokens: int | None = None
 
 
 def budgets_of(vllm_config: "VllmConfig") -> TokenBudgets | None:
@@ -52,12 +58,14 @@ class LayerBudget:
         recent_tokens: As in `TokenBudgets`.
         sink_tokens: As in `TokenBudgets`.
         pool_tokens: As in `TokenBudgets`.
+        output_tokens: As in `TokenBudgets`.
     """
 
     tokens: int
     recent_tokens: int
     sink_tokens: int
     pool_tokens: int
+    output_tokens: int | None
 
 
 def budget_of_layer(
@@ -91,6 +99,7 @@ def budget_of_layer(
         recent_tokens=budgets.recent_tokens,
         sink_tokens=budgets.sink_tokens,
         pool_tokens=budgets.pool_tokens,
+        output_tokens=budgets.output_tokens,
     )
 
 
@@ -118,12 +127,16 @@ def budget_spec(spec: Any, budget: LayerBudget) -> TokenBudgetSpec:  # noqa: ANN
             f"{budget.tokens}"
         )
         raise ValueError(msg)
+    fields = dict(vars(spec))
+    if budget.output_tokens is not None:
+        fields["state_content_bytes"] = spec.state_content_size_bytes + WEIGHT_BYTES
     return TokenBudgetSpec(
-        **vars(spec),
+        **fields,
         budget_tokens=budget.tokens,
         recent_tokens=budget.recent_tokens,
         sink_tokens=budget.sink_tokens,
         pool_tokens=budget.pool_tokens,
+        output_tokens=budget.output_tokens,
     )
 
 

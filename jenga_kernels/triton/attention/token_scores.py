@@ -21,6 +21,7 @@ def token_scores_kernel(
     page_table_ptr,  # i32[num_requests, max_pages]
     query_ends_ptr,  # i32[num_requests]
     seq_lens_ptr,  # i32[num_requests]
+    num_queries_ptr,  # i32[num_requests]
     lse_ptr,  # f32[num_tokens, num_heads], contiguous
     # Scalars
     scale,
@@ -35,7 +36,6 @@ def token_scores_kernel(
     stride_pages_head: tl.int64,
     stride_table_request: tl.int64,
     # Tiles and flags
-    NUM_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,10 +66,11 @@ def token_scores_kernel(
         )
         in_pages += head * stride_pages_head
         k = load_rows(k_pages_ptr, in_pages, keys < seq_len, HEAD_DIM, BLOCK_D)  # [N, D]
-        first_token = tl.load(query_ends_ptr + request) - NUM_QUERIES
-        for first_row in range(0, NUM_QUERIES * GROUP, BLOCK_M):
+        num_queries = tl.load(num_queries_ptr + request)
+        first_token = tl.load(query_ends_ptr + request) - num_queries
+        for first_row in range(0, num_queries * GROUP, BLOCK_M):
             rows = first_row + tl.arange(0, BLOCK_M)
-            live = rows < NUM_QUERIES * GROUP
+            live = rows < num_queries * GROUP
             queries = rows // GROUP
             heads = head * GROUP + rows % GROUP
             offsets = row_offsets(first_token + queries, heads, stride_q_token, stride_q_head)
@@ -80,7 +81,7 @@ def token_scores_kernel(
             scores = scores * scale if soft_cap is None else soft_capped(scores, scale, soft_cap)
             weights = tl.exp2((scores - lse[:, None]) * LOG2_E)
             # A row reads the keys up to its own position.
-            is_read = keys[None, :] <= (seq_len - NUM_QUERIES + queries)[:, None]
+            is_read = keys[None, :] <= (seq_len - num_queries + queries)[:, None]
             sums += tl.sum(tl.where(is_read & live[:, None], weights, 0.0), 0)
     in_out = (request * NUM_KV_HEADS + head) * max_tokens + keys
     tl.store(out_ptr + in_out, sums, mask=keys < max_tokens)

@@ -20,6 +20,11 @@ SHAPES = {
 }
 
 
+def counts(shape, number):
+    """The same number for each request."""
+    return torch.full((len(shape.requests),), number, dtype=I32, device=DEVICE)
+
+
 def scored(shape, options=None, **named):
     """Run a batch, and get the arguments of the operation for it."""
     options = options or Options()
@@ -34,9 +39,9 @@ def scored(shape, options=None, **named):
         "page_table": batch.page_table,
         "query_ends": batch.query_starts[1:].contiguous(),
         "seq_lens": batch.seq_lens,
+        "num_queries": counts(shape, 8),
         "lse": lse,
         "scale": shape.head_dim**-0.5,
-        "num_queries": 8,
         "soft_cap": options.soft_cap,
         "out": torch.full(shape_of_out, torch.nan, device=DEVICE),
     } | named
@@ -65,16 +70,19 @@ def test_token_scores_agree_with_their_reference(shape, soft_cap):
 def test_scores_of_a_head_sum_up_to_its_queries():
     shape = SHAPES["last_chunks"]
 
-    got = token_scores(**scored(shape, num_queries=5))
+    num_queries = torch.tensor([5, 1], dtype=I32, device=DEVICE)
 
-    assert got.sum(2).allclose(torch.tensor(5.0 * shape.num_heads / shape.num_kv_heads))
+    got = token_scores(**scored(shape, num_queries=num_queries))
+
+    per_query = shape.num_heads / shape.num_kv_heads
+    assert got.sum(2).allclose(per_query * num_queries[:, None].float())
     assert not got[0, :, 70:].any()
     assert not got[1, :, 33:].any()
 
 
 def test_scores_are_the_weights_that_dense_softmax_gives():
     shape = Shape(requests=[(40, 40)], num_heads=2, num_kv_heads=1)
-    arguments = scored(shape, num_queries=3)
+    arguments = scored(shape, num_queries=counts(shape, 3))
     slots = arguments["page_table"][0].long()
     keys = arguments["k_pages"][slots].flatten(0, 1)[:40, 0]
 
@@ -100,7 +108,7 @@ BAD_ARGUMENTS = {
         "out",
         lambda _: {"out": torch.zeros(2, 2, 1000, device=DEVICE)},
     ),
-    "no_queries": ("num_queries", lambda _: {"num_queries": 0}),
+    "wide_counts_of_queries": ("num_queries", lambda a: {"num_queries": a["num_queries"].long()}),
     "a_scale_of_zero": ("scale", lambda _: {"scale": 0.0}),
     "a_negative_cap": ("soft_cap", lambda _: {"soft_cap": -1.0}),
 }
@@ -209,9 +217,9 @@ def compile_scores(dtype, head_dim, soft_cap):
         torch.zeros(2, 4, **ints),
         torch.zeros(2, **ints),
         torch.zeros(2, **ints),
+        torch.zeros(2, **ints),
         torch.zeros(40, 8),
         scale=0.1,
-        num_queries=8,
         soft_cap=soft_cap,
         out=torch.zeros(2, 2, 64),
     )

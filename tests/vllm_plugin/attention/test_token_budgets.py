@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.vllm_plugin.attention.dense_budgets import dense_answers, kept_tokens, num_kept_tokens
+from perf.sweeps.dense_budgets import kept_tokens, num_kept_tokens
+from tests.vllm_plugin.attention.dense_budgets import dense_answers
 from tests.vllm_plugin.caching.test_prefix_caching import prompts_over_shared_prefixes
 from tests.vllm_plugin.conftest import assert_same_generation
 from tests.vllm_plugin.programs.engine_process import prompts_of_lengths
@@ -19,6 +20,9 @@ CUTS = {"max_num_batched_tokens": 37, "max_num_seqs": 3}
 LLAMA = FIXED | {"layers": [64, None, 32]}
 SMALL_ARENA_BYTES = 1 << 20
 """Room for one request of the greatest length, and for little more."""
+GROWING = LLAMA | {"output_tokens": 20}
+# With 80 tokens of output, layers choose again at 20, 40 and 60 of them.
+GROWING_PROMPTS = prompts_of_lengths((9, 20, 50, 70, 150), seed=43)
 GEMMA = FIXED | {"layers": [None, None, 48, None, None, None, 32]}
 
 
@@ -115,6 +119,95 @@ def test_the_dense_model_without_budgets_is_the_model(llama, run_engine):
     full = run_engine(llama, PROMPTS, max_tokens=24, options=JENGA | CUTS, by_references=True)
 
     assert_same_generation(full, dense_answers(llama, none, full))
+
+
+def test_an_engine_chooses_again_what_a_dense_model_chooses(llama, run_engine):
+    ours = run_engine(
+        llama,
+        GROWING_PROMPTS,
+        max_tokens=80,
+        options=with_budgets(GROWING, **CUTS),
+        fill_arena=True,
+        report_manager=True,
+        by_references=True,
+    )
+
+    expected = dense_answers(llama, GROWING, ours)
+    assert_same_generation(ours, expected)
+    assert ours["request_tokens"] == {}
+    # No answer is that of layers which choose once, and none that of full attention.
+    for other in (LLAMA, GROWING | {"layers": [None] * 3}):
+        answers = dense_answers(llama, other, ours)
+        pairs = zip(expected["outputs"], answers["outputs"], strict=True)
+        assert not any(one["logprobs"] == two["logprobs"] for one, two in pairs)
+
+
+@pytest.mark.slow
+def test_kernels_add_up_the_weights_of_several_steps(llama, run_engine):
+    ours = run_engine(
+        llama, GROWING_PROMPTS[1:4], max_tokens=64, options=with_budgets(GROWING, **CUTS)
+    )
+
+    assert_same_generation(ours, dense_answers(llama, GROWING, ours))
+
+
+@pytest.mark.slow
+def test_windows_beside_budgets_choose_again_what_a_dense_model_chooses(gemma3, run_engine):
+    growing = GEMMA | {"output_tokens": 20}
+
+    ours = run_engine(
+        gemma3,
+        GROWING_PROMPTS,
+        max_tokens=80,
+        options=with_budgets(growing, **CUTS),
+        fill_arena=True,
+        by_references=True,
+    )
+
+    assert_same_generation(ours, dense_answers(gemma3, growing, ours))
+
+
+@pytest.mark.slow
+def test_budgets_that_no_output_outgrows_change_no_token(llama, run_engine):
+    above = FIXED | {"layers": [256, 256, 256], "output_tokens": 20}
+
+    ours = run_engine(
+        llama,
+        GROWING_PROMPTS,
+        max_tokens=80,
+        options=with_budgets(above, **CUTS),
+        by_references=True,
+    )
+    full = run_engine(
+        llama, GROWING_PROMPTS, max_tokens=80, options=JENGA | CUTS, by_references=True
+    )
+
+    assert_same_generation(ours, full, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_preempted_requests_choose_again_what_they_chose(llama, run_engine):
+    prompts = prompts_over_shared_prefixes(12, seed=32, prefix_tokens=(20, 48, 130))
+
+    ours = run_engine(
+        llama,
+        prompts,
+        max_tokens=70,
+        options=with_budgets(
+            GROWING,
+            max_num_batched_tokens=37,
+            max_num_seqs=6,
+            kv_cache_memory_bytes=SMALL_ARENA_BYTES,
+            enable_prefix_caching=True,
+        ),
+        fill_arena=True,
+        report_manager=True,
+        by_references=True,
+    )
+
+    assert_same_generation(ours, dense_answers(llama, GROWING, ours))
+    assert ours["preemptions"] > 0
+    assert ours["request_tokens"] == {}
 
 
 def test_dense_choice_is_worked_out_by_hand():

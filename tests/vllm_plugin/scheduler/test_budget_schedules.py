@@ -8,6 +8,7 @@ from tests.vllm_plugin.scheduler.test_cache_manager import MIB, finish_step, req
 pytestmark = pytest.mark.vllm
 
 RECENT_TOKENS = 8
+OUTPUT_TOKENS = 20
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
 
@@ -40,8 +41,13 @@ def make_scheduler(engine_config, request):
     from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
     from jenga.vllm_plugin.specs.token_budgets import TokenBudgetSpec
 
-    def make(arena_bytes):
-        kept = {"recent_tokens": RECENT_TOKENS, "sink_tokens": 2, "pool_tokens": 3}
+    def make(arena_bytes, output_tokens=None):
+        kept = {
+            "recent_tokens": RECENT_TOKENS,
+            "sink_tokens": 2,
+            "pool_tokens": 3,
+            "output_tokens": output_tokens,
+        }
         specs = {
             "layers.0": TokenBudgetSpec(**SHAPE, budget_tokens=64, **kept),
             "layers.1": FullAttentionSpec(**SHAPE),
@@ -109,6 +115,69 @@ def test_freed_pages_serve_other_requests(make_scheduler):
     page_bytes = 2 * 16 * 2 * 64 * 4
     # Steps of 40 tokens read the prompt in four; 14 pages are given up after it.
     assert max(used) - min(used[5:]) >= 13 * page_bytes
+
+
+def test_pages_come_back_whenever_an_output_has_grown(make_scheduler):
+    scheduler = make_scheduler(8 * MIB, OUTPUT_TOKENS)
+    scheduler.add_request(request("long", list(range(3, 73)), max_tokens=180))
+    scheduler.add_request(request("short", list(range(3, 13)), max_tokens=180))
+    most = {(name, budget): 0 for name in ("long", "short") for budget in (64, 32)}
+    for _ in range(140):
+        run_step(scheduler)
+        for name, budget in list(most):
+            most[name, budget] = max(most[name, budget], pages_of(scheduler, name)[budget])
+
+    assert scheduler.requests["short"].num_computed_tokens > 130
+    # The prompt of 70 tokens is held whole. Then a layer holds its budget and 20 tokens at most,
+    # and the page in which a step that is scheduled ahead may begin.
+    assert most["long", 32] == 5
+    assert most["long", 64] <= 7
+    assert most["short", 64] <= 7
+    assert most["short", 32] <= 5
+    for name in ("long", "short"):
+        num_pages = -(-scheduler.requests[name].num_computed_tokens // 16)
+        assert pages_of(scheduler, name)[None] == num_pages >= 8
+
+
+def test_a_request_that_was_preempted_chooses_where_it_chose_before(make_scheduler):
+    scheduler = make_scheduler(MIB, OUTPUT_TOKENS)
+    lengths = {f"r{number}": 41 + 13 * number for number in range(8)}
+    for number, (name, length) in enumerate(lengths.items()):
+        tokens = [3 + (number * 31 + place * 7) % 400 for place in range(length)]
+        scheduler.add_request(request(name, tokens, max_tokens=70))
+    preempted, chunks = 0, 0
+    for _ in range(3000):
+        before = {name: each.num_preemptions for name, each in scheduler.requests.items()}
+        step = scheduler.schedule()
+        for name, start in starts_of(step).items():
+            end, choice = start + step.num_scheduled_tokens[name], lengths[name]
+            while choice <= start:
+                choice += OUTPUT_TOKENS
+            assert end <= choice
+            chunks += start >= lengths[name] and end - start > 1
+        preempted += sum(
+            each.num_preemptions > before.get(name, 0) for name, each in scheduler.requests.items()
+        )
+        finish_step(scheduler, step)
+        if not scheduler.has_unfinished_requests():
+            break
+
+    assert not scheduler.has_unfinished_requests()
+    assert preempted > 0
+    assert chunks > 0
+
+
+def test_requests_that_may_outgrow_a_budget_are_not_found_again(make_scheduler):
+    scheduler = make_scheduler(8 * MIB, OUTPUT_TOKENS)
+    short = list(range(203, 235))
+    scheduler.add_request(request("short", short, max_tokens=2))
+    for _ in range(6):
+        run_step(scheduler)
+    assert not scheduler.has_unfinished_requests()
+
+    found = scheduler.kv_cache_manager.get_computed_blocks(request("again", [*short, 2]))[1]
+
+    assert found == 0
 
 
 def test_a_step_ends_with_the_prompt_and_has_the_queries_that_choose(make_scheduler):
