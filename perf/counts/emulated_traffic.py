@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perf.counts.static_counts import HELPERS, launches
-from perf.emulator.counters import Counters
 from perf.emulator.driver import EmulatedGpu
+from perf.emulator.memory.counters import Counters
 from perf.harness.compiled_launches import CAPABILITY, show_vllm_a_gpu
 
 MAX_REQUESTS = 4

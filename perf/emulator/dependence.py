@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import Addresses, GlobalMemory
+from perf.emulator.memory.global_memory import Addresses, GlobalMemory
 
 WAIT = "griddepcontrol.wait"
 

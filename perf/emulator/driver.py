@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import triton
 
-from perf.emulator.counters import Counters
 from perf.emulator.dependence import Dependence
 from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
-from perf.emulator.memory import GlobalMemory
-from perf.emulator.tensor_maps import TensorMap
+from perf.emulator.memory.counters import Counters
+from perf.emulator.memory.global_memory import GlobalMemory
+from perf.emulator.memory.tensor_maps import TensorMap
 from perf.harness.machine_code import PretendedGpu
 
 MAX_THREADS = 1024

@@ -6,13 +6,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from perf.emulator.arithmetic import arithmetic
-from perf.emulator.counters import Counters
 from perf.emulator.dependence import Dependence
 from perf.emulator.errors import EmulationError
-from perf.emulator.matrices import matrices
-from perf.emulator.memory import GlobalMemory
-from perf.emulator.movement import movement
+from perf.emulator.instructions.arithmetic import arithmetic
+from perf.emulator.instructions.matrices import matrices
+from perf.emulator.instructions.movement import movement
+from perf.emulator.instructions.synchronization import synchronization
+from perf.emulator.instructions.tensor_copies import tensor_copies
+from perf.emulator.memory.counters import Counters
+from perf.emulator.memory.global_memory import GlobalMemory
+from perf.emulator.memory.tensor_maps import TensorMap
 from perf.emulator.ptx import (
     DESCRIPTOR,
     Address,
@@ -25,9 +28,6 @@ from perf.emulator.ptx import (
     read_kernel,
 )
 from perf.emulator.schedule import Decoded, run, together
-from perf.emulator.synchronization import synchronization
-from perf.emulator.tensor_copies import tensor_copies
-from perf.emulator.tensor_maps import TensorMap
 from perf.emulator.waves import Launch, Place, Step, Wave, reader
 
 MAX_LANES = 4096

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import GROUP, WARP, Lanes
+from perf.emulator.memory.global_memory import GROUP, WARP, Lanes
 from perf.emulator.ptx import Instruction
 from perf.emulator.waves import Reader, Step, Wave
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from perf.emulator.barriers import Barriers
-from perf.emulator.counters import Counters
 from perf.emulator.dependence import Dependence
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import (
+from perf.emulator.memory.barriers import Barriers
+from perf.emulator.memory.counters import Counters
+from perf.emulator.memory.global_memory import (
     BARRIER_BIT,
     GROUP,
     PROGRAM_BIT,
@@ -20,11 +20,11 @@ from perf.emulator.memory import (
     Histories,
     Lanes,
 )
+from perf.emulator.memory.pending import Pending
+from perf.emulator.memory.shared_memory import SharedMemory
+from perf.emulator.memory.tensor_maps import TensorMap
 from perf.emulator.numbers import UNSIGNED, Array, bits, bits_of, meaning
-from perf.emulator.pending import Pending
 from perf.emulator.ptx import SPECIAL, Immediate, Kernel, Operand, Register, Symbol
-from perf.emulator.shared_memory import SharedMemory
-from perf.emulator.tensor_maps import TensorMap
 
 Place = tuple[int, int, int]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from perf.emulator.counters import Counters, Traffic, Turns
 from perf.emulator.launches import EmulatedKernel
+from perf.emulator.memory.counters import Counters, Traffic, Turns
 
 LANES = np.arange(64)
 WARPS = LANES // 32

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from perf.emulator import approximations, launches
+from perf.emulator import launches
 from perf.emulator.errors import EmulationError
+from perf.emulator.instructions import approximations
 from perf.emulator.launches import EmulatedKernel
 from perf.emulator.numbers import FLOAT8
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from perf.emulator.clocks import Clocks, News
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import WARP, Lanes
-from perf.emulator.ordered_memory import OrderedMemory
+from perf.emulator.memory.clocks import Clocks, News
+from perf.emulator.memory.global_memory import WARP, Lanes
+from perf.emulator.memory.ordered_memory import OrderedMemory
 
 MAX_ARRIVALS = (1 << 20) - 1
 """Largest number of arrivals that an mbarrier counts."""

@@ -5,11 +5,11 @@ import re
 import numpy as np
 
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import WARP, Addresses, Bytes, Lanes
-from perf.emulator.movement import address_of
+from perf.emulator.instructions.movement import address_of
+from perf.emulator.instructions.synchronization import barriers_of
+from perf.emulator.memory.global_memory import WARP, Addresses, Bytes, Lanes
+from perf.emulator.memory.tensor_maps import CHUNK_BYTES, TensorMap
 from perf.emulator.ptx import Box, Instruction
-from perf.emulator.synchronization import barriers_of
-from perf.emulator.tensor_maps import CHUNK_BYTES, TensorMap
 from perf.emulator.waves import Step, Wave, active_of, reader
 
 

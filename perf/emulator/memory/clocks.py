@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from perf.emulator.memory import BARRIER_BIT, PROGRAM_BIT, WARP, Histories, Lanes
+from perf.emulator.memory.global_memory import BARRIER_BIT, PROGRAM_BIT, WARP, Histories, Lanes
 
 Row = npt.NDArray[np.int32]
 

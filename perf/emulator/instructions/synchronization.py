@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from perf.emulator.barriers import MBARRIER_BYTES, Barriers
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import GROUP, WARP, Lanes
-from perf.emulator.movement import address_of
+from perf.emulator.instructions.movement import address_of
+from perf.emulator.memory.barriers import MBARRIER_BYTES, Barriers
+from perf.emulator.memory.global_memory import GROUP, WARP, Lanes
 from perf.emulator.numbers import Array
 from perf.emulator.ptx import Immediate, Instruction, Symbol
 from perf.emulator.waves import Reader, Step, Wave, active_of, reader, writer

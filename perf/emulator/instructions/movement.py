@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import GARBAGE, Bytes
+from perf.emulator.memory.global_memory import GARBAGE, Bytes
 from perf.emulator.numbers import UNSIGNED, Array, bits_of, meaning
 from perf.emulator.ptx import Address, Instruction, Operand, Symbol, Vector
 from perf.emulator.waves import (

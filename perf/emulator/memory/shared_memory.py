@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import (
+from perf.emulator.memory.global_memory import (
     GARBAGE,
     GROUP,
     WARP,

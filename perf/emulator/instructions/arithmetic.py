@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from perf.emulator import approximations, numbers
+from perf.emulator import numbers
 from perf.emulator.errors import EmulationError
+from perf.emulator.instructions import approximations
 from perf.emulator.numbers import Array, bits_of, flush, halves, joined
 from perf.emulator.ptx import Instruction, Vector
 from perf.emulator.waves import Lanes, Step, Wave, reader, writer

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from perf.emulator.clocks import Clocks
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import (
+from perf.emulator.memory.clocks import Clocks
+from perf.emulator.memory.global_memory import (
     GARBAGE,
     GROUP,
     WARP,
@@ -20,8 +20,8 @@ from perf.emulator.memory import (
     unit_of,
     units_of,
 )
-from perf.emulator.shared_memory import TRACED, UNFENCED, SharedBytes
-from perf.emulator.tensor_maps import CHUNK_BYTES
+from perf.emulator.memory.shared_memory import TRACED, UNFENCED, SharedBytes
+from perf.emulator.memory.tensor_maps import CHUNK_BYTES
 
 NOBODY = -1
 """Writer or thread of a place that nothing has accessed."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import GARBAGE, Addresses, Bytes
+from perf.emulator.memory.global_memory import GARBAGE, Addresses, Bytes
 
 CHUNK_BYTES = 16
 """Bytes that stay together when rows are swizzled. Strides are multiples of this."""
