@@ -12,7 +12,7 @@ Each call runs the next entries of the plan, so the same command continues where
 
 Rows, outputs, logs and caches are stored in --folder. Runs that already have rows for this commit
 are not repeated. If the files are not a git checkout, PERF_COMMIT must name the commit.
-`python -m perf.engine.table` makes a page from the rows.
+`python -m perf.engine.results.table` makes a page from the rows.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from pathlib import Path
 
 from jenga.sim.hardware.gpus import parse_bytes
 from jenga.sim.workload.sources import open_source
-from perf.engine import export, plan, sides
-from perf.engine.jobs import Paths
-from perf.engine.lease import Lease
-from perf.engine.models import Scale
-from perf.engine.plan import Case, Entry
-from perf.engine.workloads import Workload
+from perf.engine.planning import plan, sides
+from perf.engine.planning.models import Scale
+from perf.engine.planning.plan import Case, Entry
+from perf.engine.planning.workloads import Workload
+from perf.engine.runs import export
+from perf.engine.runs.jobs import Paths
+from perf.engine.runs.lease import Lease
 from perf.gpu import gpu_bundle
 from perf.harness.machine import ROOT
 

@@ -1,4 +1,4 @@
-"""Stands in for `perf.engine.child`: replies as told, hangs or crashes, and starts no engine.
+"""Stands in for `perf.engine.runs.child`: replies as told, hangs or crashes, and starts no engine.
 
     python engine_child.py MODES.json JOB.json --replies FD
 

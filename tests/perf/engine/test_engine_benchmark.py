@@ -15,23 +15,13 @@ from jenga.policies import Image
 from jenga.sim.workload.requests import Piece, Request
 from jenga.sim.workload.sources import open_source
 from perf.engine import __main__ as command
-from perf.engine import (
-    caches,
-    compilations,
-    flash,
-    models,
-    outputs,
-    plan,
-    serving,
-    sides,
-    table,
-    weights,
-    workloads,
-)
-from perf.engine.jobs import Paths, job_of
-from perf.engine.lease import Lease
-from perf.engine.models import Scale
-from perf.engine.workloads import FIRST_TOKEN, Prompts, Turn, turns_of
+from perf.engine.planning import models, plan, sides, weights, workloads
+from perf.engine.planning.models import Scale
+from perf.engine.planning.workloads import FIRST_TOKEN, Prompts, Turn, turns_of
+from perf.engine.results import outputs, table
+from perf.engine.runs import caches, compilations, flash, serving
+from perf.engine.runs.jobs import Paths, job_of
+from perf.engine.runs.lease import Lease
 
 
 def request(name, *pieces, output_tokens=2, output=None, arrival_s=0.0):

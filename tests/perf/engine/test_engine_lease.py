@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from perf.engine import export, lease, plan, process, sides
-from perf.engine.jobs import Paths
-from perf.engine.lease import Lease
-from perf.engine.models import Scale
-from perf.engine.rows import RowFile, read
-from perf.engine.workloads import AGENTS, articles
+from perf.engine.planning import plan, sides
+from perf.engine.planning.models import Scale
+from perf.engine.planning.workloads import AGENTS, articles
+from perf.engine.results.rows import RowFile, read
+from perf.engine.runs import export, lease, process
+from perf.engine.runs.jobs import Paths
+from perf.engine.runs.lease import Lease
 from perf.harness import machine
 
 CHILD = Path(__file__).with_name("engine_child.py")

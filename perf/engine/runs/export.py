@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from perf.engine import caches
-from perf.engine.jobs import Paths
+from perf.engine.runs import caches
+from perf.engine.runs.jobs import Paths
 
 PART_BYTES = 15 << 20
 """Size of the longest file, in bytes: channels that return files have limits."""

@@ -1,6 +1,6 @@
 """Run one vLLM engine in a process of its own, and serve the workloads that `perf.engine` orders.
 
-    python -m perf.engine.child JOB.json --replies FD
+    python -m perf.engine.runs.child JOB.json --replies FD
 
 The job file describes the engine. Orders arrive as JSON lines on standard input, and replies leave
 as JSON lines on the file descriptor. vLLM's own output goes to standard output and standard error.
@@ -18,9 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from perf.engine import compilations, flash, models, serving, weights
-from perf.engine.models import Scale
-from perf.engine.workloads import Prompts, Turn, Workload
+from perf.engine.planning import models, weights
+from perf.engine.planning.models import Scale
+from perf.engine.planning.workloads import Prompts, Turn, Workload
+from perf.engine.runs import compilations, flash, serving
 
 NUM_WARM_UP_TURNS = 8
 """Number of a workload's first requests that are served as a warm-up before its first run."""
@@ -41,8 +42,8 @@ class Child:
     """An engine, and the outputs of its last run of each workload.
 
     Args:
-        job: Contents of the job file (`perf.engine.jobs.job_of`): engine options, and how weights
-            are made.
+        job: Contents of the job file (`perf.engine.runs.jobs.job_of`): engine options, and how
+            weights are made.
         replies: File descriptor that replies are written to.
     """
 
@@ -222,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    parser = argparse.ArgumentParser(prog="python -m perf.engine.child", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m perf.engine.runs.child", description=__doc__)
     parser.add_argument("job", type=Path, help="file of the job")
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for replies")
     options = parser.parse_args(arguments)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jenga.sim.workload.requests import Content
-from perf.engine.workloads import Prompts, Turn
+from perf.engine.planning.workloads import Prompts, Turn
 
 IDLE_S = 0.005
 """Longest sleep while the engine has nothing to do."""

@@ -1,6 +1,6 @@
 """Make a page from engines' rows: each side of each case compared with stock vLLM, with a chart.
 
-    python -m perf.engine.table ROWS.jsonl ... --out docs/engines.md
+    python -m perf.engine.results.table ROWS.jsonl ... --out docs/engines.md
 
 Nothing is written if no row was measured on a GPU.
 """
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf.engine.models import Scale
-from perf.engine.rows import Row, read
-from perf.engine.sides import OURS_PLAIN, SIDES, STOCK
+from perf.engine.planning.models import Scale
+from perf.engine.planning.sides import OURS_PLAIN, SIDES, STOCK
+from perf.engine.results.rows import Row, read
 
 INTRODUCTION = """\
 # Engines beside stock vLLM
@@ -25,7 +25,7 @@ an empty cache each time. Weights are random, at the widths of the models named.
 median of a side's runs; "of stock" is a side's requests a second over those of `stock`. Runs during
 which something was compiled are left out where there are others, and marked \u2020 where there are
 none. `perf/engine/README.md` says what the sides are and how to run this; made by
-`python -m perf.engine.table`."""
+`python -m perf.engine.results.table`."""
 
 MARK = "\u2020"
 
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 1 if no row was measured on a GPU.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m perf.engine.table",
+        prog="python -m perf.engine.results.table",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from perf.engine import export, outputs
-from perf.engine.jobs import Paths, environment_of, job_of, key_of
-from perf.engine.models import Scale
-from perf.engine.plan import COLD_START_S, TINY_CAP_S, WARM_START_S, Entry
-from perf.engine.process import LOG_FOLLOWS, EngineError, EngineProcess, EngineTimeoutError
-from perf.engine.rows import Row, RowFile, line_of
-from perf.engine.workloads import Workload
+from perf.engine.planning.models import Scale
+from perf.engine.planning.plan import COLD_START_S, TINY_CAP_S, WARM_START_S, Entry
+from perf.engine.planning.workloads import Workload
+from perf.engine.results import outputs
+from perf.engine.results.rows import Row, RowFile, line_of
+from perf.engine.runs import export
+from perf.engine.runs.jobs import Paths, environment_of, job_of, key_of
+from perf.engine.runs.process import LOG_FOLLOWS, EngineError, EngineProcess, EngineTimeoutError
 from perf.harness import machine
 from perf.harness.machine import ROOT
 
@@ -39,7 +40,7 @@ MEMORY_SLACK_BYTES = 512 << 20
 MAX_WARMERS = 4
 """Number of engines that compile at the same time."""
 
-COMMAND = (sys.executable, "-m", "perf.engine.child")
+COMMAND = (sys.executable, "-m", "perf.engine.runs.child")
 TRIALS_COMMAND = (sys.executable, "-m", "jenga_kernels.trials")
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.engine import caches
-from perf.engine.models import Model, Scale
-from perf.engine.plan import Case
-from perf.engine.sides import Side
+from perf.engine.planning.models import Model, Scale
+from perf.engine.planning.plan import Case
+from perf.engine.planning.sides import Side
+from perf.engine.runs import caches
 from perf.gpu import gpu_bundle
 from perf.harness.machine import ROOT
 
@@ -81,7 +81,7 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 def job_of(case: Case, side: Side, scale: Scale, paths: Paths) -> dict[str, Any]:
-    """Make the job that `perf.engine.child` reads.
+    """Make the job that `perf.engine.runs.child` reads.
 
     Args:
         case: Model and workloads.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perf.engine import models, sides, workloads
-from perf.engine.models import Draft, Model, Scale
-from perf.engine.sides import Side
-from perf.engine.workloads import Workload
+from perf.engine.planning import models, sides, workloads
+from perf.engine.planning.models import Draft, Model, Scale
+from perf.engine.planning.sides import Side
+from perf.engine.planning.workloads import Workload
 
 GIB, MIB = 1 << 30, 1 << 20
 

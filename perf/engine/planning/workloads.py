@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jenga.sim.workload.requests import Content, Piece, Request
 from jenga.sim.workload.sources import open_source
-from perf.engine.models import Scale
+from perf.engine.planning.models import Scale
 
 FIRST_TOKEN = 16
 """Lowest token that prompts use. Lower ones have a meaning in some models: end of text, image."""

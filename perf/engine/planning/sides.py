@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf.engine.models import Model
+from perf.engine.planning.models import Model
 
 OURS = "JENGA_TRITON"
 

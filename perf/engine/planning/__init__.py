@@ -1,0 +1,1 @@
+"""Plan of the measurements: models, workloads, sides of a comparison, and their order."""

@@ -1,0 +1,1 @@
+"""Rows of finished runs, their outputs compared, and the page that is made from them."""
