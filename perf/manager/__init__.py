@@ -1,1 +1,1 @@
-"""Benchmarks of the memory manager and of the simulator, on one core."""
+"""Benchmarks on a CPU alone: the memory manager, the simulator, and calls of kernels."""

@@ -1,6 +1,6 @@
 """Time the host side of calls of our operations and vLLM's, without launching kernels.
 
-python -m perf.kernels.bench_calls [--only paged_attention] [--save perf/results/cpu]
+python -m perf.manager.bench_calls [--only paged_attention] [--save perf/results/cpu]
 
 No GPU is needed. Kernels are compiled as for an H200, and launches are dropped instead of handed to
 the driver. Both sides get the same tensors, in turn. In a step without a CUDA graph, each layer
@@ -215,7 +215,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m perf.kernels.bench_calls",
+        prog="python -m perf.manager.bench_calls",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

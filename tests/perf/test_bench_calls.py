@@ -14,7 +14,7 @@ def test_calls_are_timed_beside_vllms_without_a_gpu(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "perf.kernels.bench_calls",
+        "perf.manager.bench_calls",
         "--only",
         "kv_store",
         "--save",
