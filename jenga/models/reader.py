@@ -3,19 +3,19 @@
 from collections.abc import Container
 from pathlib import Path
 
-from jenga.models import attention, designs, latent, published, recurrent
-from jenga.models.attention import Reader
 from jenga.models.config import Config, load_config
 from jenga.models.defaults import CLASS_DEFAULTS
-from jenga.models.layers import HISTORY, image_embedding
 from jenga.models.names import (
     MODEL_TYPE_OF_CLASS,
     MODEL_TYPE_OF_OWN_CLASS,
     MODEL_TYPES_AS_PUBLISHED,
 )
 from jenga.models.options import ReadOptions
-from jenga.models.token_budgets import with_token_budgets
-from jenga.models.vision import VISION_MODELS
+from jenga.models.readers import attention, designs, latent, published, recurrent
+from jenga.models.readers.attention import Reader
+from jenga.models.readers.layers import HISTORY, image_embedding
+from jenga.models.readers.token_budgets import with_token_budgets
+from jenga.models.readers.vision import VISION_MODELS
 from jenga.spec import LayerType, ModelSpec
 
 TEXT_READERS: dict[str, Reader] = {

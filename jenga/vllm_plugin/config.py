@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs
 from vllm.logger import init_logger
 
-from jenga.models.token_budgets import TOKEN_BUDGETS
+from jenga.models.readers.token_budgets import TOKEN_BUDGETS
 from jenga.vllm_plugin.metrics.memory_log import check_memory_log
 from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,

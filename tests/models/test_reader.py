@@ -10,7 +10,7 @@ import pytest
 from jenga.models import MODEL_TYPES, KvFormat, ReadOptions, known_model, known_names, read_model
 from jenga.models.config import Config
 from jenga.models.reader import TEXT_READERS, read_config
-from jenga.models.vision import VISION_MODELS
+from jenga.models.readers.vision import VISION_MODELS
 from jenga.spec import (
     ChunkedLocal,
     CrossAttention,

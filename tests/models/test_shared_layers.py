@@ -7,8 +7,8 @@ import pytest
 from jenga.cli import main
 from jenga.models import known_model
 from jenga.models.config import Config
-from jenga.models.designs import shared_layers
 from jenga.models.reader import known_type, read_config
+from jenga.models.readers.designs import shared_layers
 
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 FIELDS = {

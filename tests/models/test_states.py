@@ -3,8 +3,8 @@
 import pytest
 
 from jenga.models.config import Config
-from jenga.models.layers import MAX_DELTA_HISTORY_TOKENS
 from jenga.models.reader import read_config
+from jenga.models.readers.layers import MAX_DELTA_HISTORY_TOKENS
 from jenga.spec import FullAttention
 from jenga_kernels.checks.histories import MAX_DELTA_HISTORY
 from tests.models.test_reader import changed, facts, read, slot_bytes, summary

@@ -4,7 +4,7 @@ import pytest
 
 from jenga.models.config import Config
 from jenga.models.reader import read_config
-from jenga.models.token_budgets import token_budgets
+from jenga.models.readers.token_budgets import token_budgets
 from jenga.planning.planner import plan
 from jenga.policies import RequestFacts
 from jenga.spec import FullAttention, SlidingWindow, TokenBudget

@@ -28,7 +28,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
 from jenga.models.config import Config
-from jenga.models.designs import SharedLayers, shared_layers
+from jenga.models.readers.designs import SharedLayers, shared_layers
 
 _OF_KEYS_AND_VALUES = re.compile(
     r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|(?:attn\.)?(?:k|v|kv)_scale$)"

@@ -8,7 +8,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from jenga.models.config import Config
-from jenga.models.token_budgets import WEIGHT_BYTES, TokenBudgets, token_budgets
+from jenga.models.readers.token_budgets import WEIGHT_BYTES, TokenBudgets, token_budgets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from jenga.models.config import Config
-from jenga.models.layers import (
+from jenga.models.options import ReadOptions
+from jenga.models.readers.layers import (
     Kind,
     delta_rule_parts,
     layer_kinds,
@@ -15,7 +16,6 @@ from jenga.models.layers import (
     matrix_part,
     state_type,
 )
-from jenga.models.options import ReadOptions
 from jenga.spec import FullAttention, Layer, LayerType, SlidingWindow, StatePart
 
 _INDEXER_SCALE_BYTES = 4

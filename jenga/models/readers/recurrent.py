@@ -8,7 +8,8 @@ Source: state shapes and dtypes of vLLM 0.33.
 from collections.abc import Sequence
 
 from jenga.models.config import Config
-from jenga.models.layers import (
+from jenga.models.options import ReadOptions
+from jenga.models.readers.layers import (
     LAYER_KINDS,
     AttentionLayer,
     Kind,
@@ -23,7 +24,6 @@ from jenga.models.layers import (
     state_type,
     uniform_attention,
 )
-from jenga.models.options import ReadOptions
 from jenga.spec import LayerType, StatePart
 
 _PATTERN_KINDS = {"M": Kind.STATE, "*": Kind.FULL, "-": Kind.NOTHING, "E": Kind.NOTHING}

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from jenga.models.config import Config
-from jenga.models.layers import (
+from jenga.models.options import ReadOptions
+from jenga.models.readers.layers import (
     Kind,
     attention_types,
     kv_slot_bytes,
@@ -13,7 +14,6 @@ from jenga.models.layers import (
     shared_sources,
     uniform_attention,
 )
-from jenga.models.options import ReadOptions
 from jenga.spec import CrossAttention, FullAttention, Layer, LayerType
 
 Reader = Callable[[Config, ReadOptions], list[LayerType]]

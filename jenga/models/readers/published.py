@@ -5,9 +5,10 @@ Source: configurations on Hugging Face, and the attributes that vLLM 0.33 reads 
 
 from dataclasses import replace
 
-from jenga.models.attention import read_full
 from jenga.models.config import Config
-from jenga.models.layers import (
+from jenga.models.options import KvFormat, ReadOptions
+from jenga.models.readers.attention import read_full
+from jenga.models.readers.layers import (
     AttentionLayer,
     Kind,
     attention_types,
@@ -17,7 +18,6 @@ from jenga.models.layers import (
     state_type,
     uniform_attention,
 )
-from jenga.models.options import KvFormat, ReadOptions
 from jenga.spec import LayerType
 
 _HEADS = {"num_attention_heads": "n_head"}

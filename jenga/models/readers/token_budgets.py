@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from jenga.models.config import Config
-from jenga.models.layers import layer_name
 from jenga.models.options import ReadOptions
+from jenga.models.readers.layers import layer_name
 from jenga.spec import FullAttention, Layer, LayerType, TokenBudget
 
 TOKEN_BUDGETS = "kv_token_budgets"

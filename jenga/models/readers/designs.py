@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jenga.models.config import Config
-from jenga.models.layers import (
+from jenga.models.options import ReadOptions
+from jenga.models.readers.layers import (
     AttentionLayer,
     Kind,
     attention_types,
@@ -13,7 +14,6 @@ from jenga.models.layers import (
     kv_slot_bytes,
     layer_name,
 )
-from jenga.models.options import ReadOptions
 from jenga.spec import Layer, LayerType, TokenBudget
 
 _SHARED_KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.SLIDING}
