@@ -10,17 +10,17 @@ from functools import partial
 
 import torch
 
-from jenga_kernels.attention_plan import (
+from jenga_kernels.attention.paged_attention import kind_of, paged_attention
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
+from jenga_kernels.latent.latent_attention import latent_attention, latent_kind_of
+from jenga_kernels.plans.attention_plan import (
     AttentionKind,
     plan_attention,
     specialized_prefill_tiles,
 )
-from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.latent_attention import latent_attention, latent_kind_of
-from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.paged_attention import kind_of, paged_attention
-from jenga_kernels.state_scan import state_scan
+from jenga_kernels.plans.latent_plan import plan_latent_attention
+from jenga_kernels.recurrent.delta_scan import delta_scan
+from jenga_kernels.recurrent.state_scan import state_scan
 from jenga_kernels.trial_calls import BY_TOKEN, Call, View
 from jenga_kernels.triton.delta.tiles import delta_scan_tiles, has_hopper_delta_scan
 from jenga_kernels.triton.latent.tiles import specialized_latent_tiles

@@ -84,8 +84,8 @@ def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Ca
 
     Rotations are left out, because PyTorch does them.
     """
-    from jenga_kernels.attention_plan import plan_attention
-    from jenga_kernels.paged_attention import paged_attention
+    from jenga_kernels.attention.paged_attention import paged_attention
+    from jenga_kernels.plans.attention_plan import plan_attention
 
     shape = batch.shape
     plan = plan_attention(

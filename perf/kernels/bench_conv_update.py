@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
-from jenga_kernels.causal_conv import causal_conv
-from jenga_kernels.conv_update import conv_update
+from jenga_kernels.recurrent.causal_conv import causal_conv
+from jenga_kernels.recurrent.conv_update import conv_update
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError
 from perf.shapes.delta_shapes import KIMI_LINEAR, QWEN3_NEXT

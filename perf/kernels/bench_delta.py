@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.delta_update import delta_update
+from jenga_kernels.recurrent.delta_scan import delta_scan
+from jenga_kernels.recurrent.delta_update import delta_update
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError
 from perf.shapes.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS, DeltaBatch, make_delta_batch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from jenga_kernels.delta_replay import delta_replay
+from jenga_kernels.recurrent.delta_replay import delta_replay
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.kernels import bench_delta
 from perf.shapes.delta_replay_shapes import DeltaReplayBatch, make_delta_replay_batch

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.kv_store import kv_store
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.attention.kv_store import kv_store
+from jenga_kernels.attention.rotation import hadamard_rotation
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError, give_vllm_our_signs, vllm_mode
 from perf.shapes.cache_layouts import Cache, CacheShape, Stored, as_vllm_has_it, make_cache

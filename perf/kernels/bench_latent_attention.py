@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.plans.latent_plan import plan_latent_attention
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import Launch, UnsupportedError
 from perf.peers.latent_peers import PEERS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.latent_store import latent_store
+from jenga_kernels.latent.latent_store import latent_store
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import Launch, UnsupportedError
 from perf.shapes.latent_shapes import LATENT_DIM, WIDTH

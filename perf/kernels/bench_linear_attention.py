@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.state_scan import state_scan
-from jenga_kernels.state_update import state_update
+from jenga_kernels.recurrent.state_scan import state_scan
+from jenga_kernels.recurrent.state_update import state_update
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError
 from perf.shapes.state_shapes import make_arena, slots_in_arena, starts_of

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionPlan, plan_attention
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.attention.rotation import hadamard_rotation
+from jenga_kernels.plans.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.triton.lib.tiles import AttentionTiles
 from perf.harness.geometric_means import geometric_means
 from perf.harness.timing import Benchmark, Row, commit_of, read_roofline

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from jenga_kernels.attention_merge import attention_merge
-from jenga_kernels.page_clear import page_clear
-from jenga_kernels.page_copy import page_copy
-from jenga_kernels.reference import attention_merge as merge_reference
+from jenga_kernels.attention.attention_merge import attention_merge
+from jenga_kernels.pages.page_clear import page_clear
+from jenga_kernels.pages.page_copy import page_copy
+from jenga_kernels.reference.attention import attention_merge as merge_reference
 from perf.harness.timing import Benchmark, Row, read_roofline
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -5,16 +5,16 @@ python -m perf.kernels.bench_scratch_attention [--only fp8] [--dry-run]
 Each shape has three rows. For the first, "jenga", prompts read the quantised pages. For the second,
 "jenga-scratch", they are restored first, which counts. The third, "jenga-16-bit", reads as many
 tokens from bfloat16 pages, and is the speed to compare with. Shapes with few query tokens show from
-where on a scratch pays: `MIN_ROWS_PER_TOKEN` of `jenga_kernels.scratch_plan`.
+where on a scratch pays: `MIN_ROWS_PER_TOKEN` of `jenga_kernels.plans.scratch_plan`.
 """
 
 from dataclasses import replace
 
 import torch
 
-from jenga_kernels.rotation import hadamard_rotation
-from jenga_kernels.scratch_attention import scratch_attention
-from jenga_kernels.scratch_plan import page_bytes, plan_scratch
+from jenga_kernels.attention.rotation import hadamard_rotation
+from jenga_kernels.attention.scratch_attention import scratch_attention
+from jenga_kernels.plans.scratch_plan import page_bytes, plan_scratch
 from perf.harness.timing import Benchmark, read_roofline
 from perf.kernels.bench_paged_attention import jenga, measure_shape, plan_of
 from perf.peers.attention_peers import Launch, UnsupportedError

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from jenga_kernels.state_replay import state_replay
-from jenga_kernels.state_update import state_update
+from jenga_kernels.recurrent.state_replay import state_replay
+from jenga_kernels.recurrent.state_update import state_update
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.kernels import bench_state_update
 from perf.peers.attention_peers import UnsupportedError

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.state_scan import state_scan
+from jenga_kernels.recurrent.state_scan import state_scan
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError
 from perf.shapes.state_shapes import DRY_MODELS, MODELS, SPREAD_MODELS, StateBatch, make_state_batch

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from jenga_kernels.state_update import state_update
+from jenga_kernels.recurrent.state_update import state_update
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError
 from perf.shapes.state_shapes import DRY_MODELS, MODELS, StateBatch, make_state_batch

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.pack_slots import pack_slots
-from jenga_kernels.reference import pack_slots as pack_reference
-from jenga_kernels.reference import token_scores as scores_reference
-from jenga_kernels.token_choice import choose_tokens
-from jenga_kernels.token_scores import token_scores
+from jenga_kernels.attention.token_choice import choose_tokens
+from jenga_kernels.attention.token_scores import token_scores
+from jenga_kernels.pages.pack_slots import pack_slots
+from jenga_kernels.reference.attention import token_scores as scores_reference
+from jenga_kernels.reference.pages import pack_slots as pack_reference
 from perf.harness.timing import Benchmark, Row, read_roofline
 
 RECENT_TOKENS, SINK_TOKENS, POOL_TOKENS = 32, 4, 7

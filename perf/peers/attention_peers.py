@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.attention.rotation import hadamard_rotation
 from perf.shapes.attention_shapes import AttentionBatch
 from perf.shapes.cache_layouts import Stored, as_vllm_has_it
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind
+from jenga_kernels.plans.attention_plan import AttentionKind
 from perf.shapes.cache_layouts import Cache, CacheShape, Stored, fill, make_cache
 
 

@@ -5,10 +5,10 @@ from enum import Enum
 
 import torch
 
+from jenga_kernels.attention.rotation import hadamard_rotation
 from jenga_kernels.checks.pages import elements_per_item
 from jenga_kernels.checks.tensors import E5M2_DTYPE, INT4_DTYPE
-from jenga_kernels.reference.kv_store import quantised
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.reference.attention.kv_store import quantised
 
 SCALE_BYTES = 4
 """Bytes of the scale of one head of one slot.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind
+from jenga_kernels.plans.attention_plan import AttentionKind
 
 LATENT_DIM = 512
 ROTARY_DIM = 64

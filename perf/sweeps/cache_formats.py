@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from jenga.demo.weights import gemma3_270m_directory
+from jenga_kernels.attention.rotation import hadamard_rotation
 from jenga_kernels.checks.tensors import E5M2_DTYPE, FP8_DTYPE
-from jenga_kernels.reference.kv_store import quantised, quantised_int4
-from jenga_kernels.reference.paged_attention import from_int4
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.reference.attention.kv_store import quantised, quantised_int4
+from jenga_kernels.reference.attention.paged_attention import from_int4
 
 Format = Callable[[torch.Tensor], torch.Tensor]
 """Function from heads [rows, head_dim] to the values that a cache of the format returns."""

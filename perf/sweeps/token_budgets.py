@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jenga.demo.weights import gemma3_270m_directory
 from jenga.spec import Layer, TokenBudget
-from jenga_kernels.token_choice import choose_tokens
+from jenga_kernels.attention.token_choice import choose_tokens
 from perf.sweeps.dense_budgets import DenseBudgets
 
 RECENT_TOKENS, SINK_TOKENS, POOL_TOKENS = 32, 4, 7

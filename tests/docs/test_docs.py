@@ -143,7 +143,7 @@ def test_the_table_of_operations_names_every_operation():
     rows = "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
     operations = {
         path.stem
-        for path in (ROOT / "jenga_kernels" / "reference").glob("*.py")
+        for path in (ROOT / "jenga_kernels" / "reference").rglob("*.py")
         if path.name != "__init__.py"
     }
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import triton
 
+import jenga_kernels
 from jenga_kernels import launches
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.checks.histories import DeltaHistory, InputHistory
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.scratch_plan import plan_scratch
+from jenga_kernels.plans.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.plans.latent_plan import plan_latent_attention
+from jenga_kernels.plans.scratch_plan import plan_scratch
 from tests.kernels.support import generator, randn, shuffled_page_table, strided_layer
 from tests.kernels.test_signatures import OPERATIONS
 
@@ -66,7 +67,7 @@ def cached(dtype, num_heads=2, head_dim=32):
         pair = (torch.zeros(shape, dtype=scale_dtype) for _ in "kv")
         scales = dict(zip(("k_slot_scales", "v_slot_scales"), pair, strict=True))
     pages = {"k_pages": layer.k_pages, "v_pages": layer.v_pages} | scales
-    import_module("jenga_kernels.reference.kv_store").kv_store(
+    import_module("jenga_kernels.reference.attention.kv_store").kv_store(
         k, v, slots=torch.arange(96), **pages
     )
     return pages
@@ -269,8 +270,9 @@ def launched(monkeypatch):
 
 def operation_and_reference(case):
     name = case.split()[0]
-    folders = ("jenga_kernels", "jenga_kernels.reference")
-    return [getattr(import_module(f"{folder}.{name}"), name) for folder in folders]
+    operation = getattr(jenga_kernels, name)
+    home = operation.__module__.replace("jenga_kernels.", "jenga_kernels.reference.")
+    return operation, getattr(import_module(home), name)
 
 
 def in_memory(value):
@@ -347,8 +349,7 @@ def test_a_long_prompt_is_attended_to_block_by_block():
     layer = strided_layer(1 + num_tokens, 1, 2, 32, FLOAT)
     table = shuffled_page_table([num_tokens], 1 + num_tokens, generator(4))
     slots = table[0, :num_tokens].long()
-    kv_store = import_module("jenga_kernels.kv_store").kv_store
-    paged_attention = import_module("jenga_kernels.paged_attention").paged_attention
+    kv_store, paged_attention = jenga_kernels.kv_store, jenga_kernels.paged_attention
 
     kv_store(k, v, layer.k_pages, layer.v_pages, slots)
     starts = torch.tensor([0, num_tokens], dtype=I32)

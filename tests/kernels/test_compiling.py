@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from jenga_kernels.conv_update import conv_update
+from jenga_kernels.recurrent.conv_update import conv_update
 from tests.kernels import compiling
 from tests.kernels.compiling import compile_job
 from tests.kernels.recurrent.state_cases import i32

@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.reference.paged_attention import from_int4
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.attention.rotation import hadamard_rotation
+from jenga_kernels.reference.attention.paged_attention import from_int4
 from perf.kernels import (
     bench_conv_update,
     bench_delta,

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from jenga_kernels import paged_attention, reference
+import jenga_kernels
+from jenga_kernels import reference
+from jenga_kernels.attention import paged_attention
 
-OPERATIONS = [module.name for module in pkgutil.iter_modules(reference.__path__)]
+OPERATIONS = [
+    module.name.rpartition(".")[2]
+    for module in pkgutil.walk_packages(reference.__path__, "jenga_kernels.reference.")
+    if not module.ispkg
+]
 
 PARTS = {
     "checkpoints": ("checkpoint_starts", "checkpoint_after", "checkpoint_slots"),
@@ -25,7 +31,7 @@ PARTS = {
 
 def lists_of_arguments(name):
     """Arguments of an operation: of its function, of `_Arguments`, and of the tuple `given`."""
-    module = importlib.import_module(f"jenga_kernels.{name}")
+    module = importlib.import_module(getattr(jenga_kernels, name).__module__)
     if not hasattr(module, "_Arguments"):
         return None
     tree = ast.parse(Path(module.__file__).read_text())
@@ -51,8 +57,9 @@ def test_references_exist():
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_reference_has_the_signature_of_its_operation(name):
-    operation = getattr(importlib.import_module(f"jenga_kernels.{name}"), name)
-    reference_operation = getattr(importlib.import_module(f"jenga_kernels.reference.{name}"), name)
+    operation = getattr(jenga_kernels, name)
+    home = operation.__module__.replace("jenga_kernels.", "jenga_kernels.reference.")
+    reference_operation = getattr(importlib.import_module(home), name)
 
     assert inspect.signature(reference_operation) == inspect.signature(operation)
 

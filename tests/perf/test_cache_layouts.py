@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from jenga_kernels.reference.paged_attention import from_int4
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.attention.rotation import hadamard_rotation
+from jenga_kernels.reference.attention.paged_attention import from_int4
 from perf.peers import attention_peers
 from perf.shapes.cache_layouts import (
     CacheShape,

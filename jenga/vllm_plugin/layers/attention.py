@@ -30,11 +30,11 @@ from jenga.vllm_plugin.patches.all_patches import check_watch
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.specs.layer_types import HEAD_DIMS, INT4_ROW_ELEMENTS
-from jenga_kernels.attention_plan import AttentionKind
-from jenga_kernels.kv_store import kv_store
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.rotation import Rotation, hadamard_rotation
-from jenga_kernels.scratch_attention import scratch_attention
+from jenga_kernels.attention.kv_store import kv_store
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.attention.rotation import Rotation, hadamard_rotation
+from jenga_kernels.attention.scratch_attention import scratch_attention
+from jenga_kernels.plans.attention_plan import AttentionKind
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
 from jenga_kernels.triton.lib.tiles import ADA
 

@@ -24,9 +24,9 @@ from jenga.vllm_plugin.settings.environment import SCRATCH_VARIABLE, read_settin
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import decode_query_tokens, most_group_heads
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.checks.pages import is_other_float
-from jenga_kernels.scratch_plan import ScratchPlan, page_bytes, scratch_pages
+from jenga_kernels.plans.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.plans.scratch_plan import ScratchPlan, page_bytes, scratch_pages
 from jenga_kernels.trial_calls import Call
 
 logger = init_logger(f"vllm.{__name__}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionPlan
+from jenga_kernels.plans.attention_plan import AttentionPlan
 
 
 class CapturedPlans:

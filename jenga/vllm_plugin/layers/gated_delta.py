@@ -33,9 +33,9 @@ from jenga.vllm_plugin.layers.recurrent import (
     recur,
     states_of,
 )
-from jenga_kernels.delta_replay import delta_replay
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.delta_update import delta_update
+from jenga_kernels.recurrent.delta_replay import delta_replay
+from jenga_kernels.recurrent.delta_scan import delta_scan
+from jenga_kernels.recurrent.delta_update import delta_update
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class JengaGatedDeltaBackend(JengaStateBackend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRule:
-    """A step's inputs to the delta rule, named as in `jenga_kernels.delta_scan.delta_scan`."""
+    """A step's inputs to the delta rule, named as in `jenga_kernels.delta_scan`."""
 
     operations: ClassVar[Operations] = Operations(
         update=delta_update, scan=delta_scan, replay=delta_replay

@@ -28,9 +28,9 @@ from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.attention import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.layers.attention_builder import JengaTritonMetadataBuilder
 from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec, image_tokens
-from jenga_kernels.attention_merge import attention_merge
-from jenga_kernels.attention_plan import AttentionPlan, plan_attention
-from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.attention.attention_merge import attention_merge
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.plans.attention_plan import AttentionPlan, plan_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -30,8 +30,8 @@ from jenga.vllm_plugin.layers.cache_views import E5M2, SLOT_SCALE_DTYPES
 from jenga.vllm_plugin.layers.latent_builder import JengaLatentDecode, JengaLatentMetadataBuilder
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga_kernels.checks.tensors import FP8_DTYPE
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_store import latent_store
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.latent.latent_store import latent_store
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from jenga.vllm_plugin.layers.cpu_serving import prepare_device
 from jenga.vllm_plugin.settings.environment import read_settings
 from jenga.vllm_plugin.settings.speculation import DRAFT_PREFIX, drafted_query_tokens
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
 from jenga_kernels.checks.pages import is_other_float
-from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.plans.attention_plan import AttentionKind, AttentionPlan
+from jenga_kernels.plans.latent_plan import plan_latent_attention
 from jenga_kernels.trial_calls import Call
 from jenga_kernels.triton.lib.tiles import MIN_ROWS
 

@@ -17,15 +17,15 @@ from jenga.vllm_plugin.layers.recurrent import (
     recur,
     states_of,
 )
-from jenga_kernels.state_replay import state_replay
-from jenga_kernels.state_scan import state_scan
-from jenga_kernels.state_update import state_update
+from jenga_kernels.recurrent.state_replay import state_replay
+from jenga_kernels.recurrent.state_scan import state_scan
+from jenga_kernels.recurrent.state_update import state_update
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """A step's inputs to the recurrence, named as in `jenga_kernels.state_scan.state_scan`."""
+    """A step's inputs to the recurrence, named as in `jenga_kernels.state_scan`."""
 
     operations: ClassVar[Operations] = Operations(
         update=state_update, scan=state_scan, replay=state_replay

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionPlan
-from jenga_kernels.scratch_plan import ScratchPlan, plan_scratch
+from jenga_kernels.plans.attention_plan import AttentionPlan
+from jenga_kernels.plans.scratch_plan import ScratchPlan, plan_scratch
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

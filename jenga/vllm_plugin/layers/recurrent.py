@@ -19,8 +19,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadata
 from jenga.vllm_plugin.layers.replay_counts import Replay
-from jenga_kernels.causal_conv import causal_conv
-from jenga_kernels.conv_update import conv_update
+from jenga_kernels.recurrent.causal_conv import causal_conv
+from jenga_kernels.recurrent.conv_update import conv_update
 
 
 def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
@@ -37,7 +37,7 @@ def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """A layer's convolution. Fields are named as in `jenga_kernels.causal_conv.causal_conv`.
+    """A layer's convolution. Fields are named as in `jenga_kernels.causal_conv`.
 
     Attributes:
         states: [num_slots, dim, width - 1 or more], written in place.

@@ -34,9 +34,9 @@ from jenga.vllm_plugin.layers.budget_steps import (
 )
 from jenga.vllm_plugin.layers.cache_views import CacheViews, split_pages
 from jenga.vllm_plugin.specs.token_budgets import TokenBudgetSpec
-from jenga_kernels.pack_slots import pack_slots
-from jenga_kernels.token_choice import choose_tokens
-from jenga_kernels.token_scores import token_scores
+from jenga_kernels.attention.token_choice import choose_tokens
+from jenga_kernels.attention.token_scores import token_scores
+from jenga_kernels.pages.pack_slots import pack_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,7 +7,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from jenga.vllm_plugin.orders.copy_rounds import CopyRound
-from jenga_kernels.page_copy import page_copy
+from jenga_kernels.pages.page_copy import page_copy
 
 
 def arena_of(kv_caches: Iterable[Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Kernel of `jenga_kernels.attention_plan`: work lists of a step."""
+"""Kernel of `jenga_kernels.plan_attention`: work lists of a step."""
 
 from typing import NamedTuple
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.checks.pages import is_other_float
 from jenga_kernels.checks.tensors import INT4_DTYPE, QUANTISED_DTYPES
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.reference import paged_attention as reference
+from jenga_kernels.plans.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.reference.attention import paged_attention as reference
 from jenga_kernels.triton.lib.tiles import AttentionTiles, LoopTiles
 from tests.kernels.support import (
     DEVICE,

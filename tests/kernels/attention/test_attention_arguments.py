@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
-from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.plans.attention_plan import AttentionKind, plan_attention
 from tests.kernels.attention.attention_cases import Options, Shape, make_batch
 from tests.kernels.support import DEVICE
 

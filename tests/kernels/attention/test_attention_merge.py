@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from jenga_kernels.attention_merge import attention_merge
-from jenga_kernels.reference import attention_merge as reference
+from jenga_kernels.attention.attention_merge import attention_merge
+from jenga_kernels.reference.attention import attention_merge as reference
 from tests.kernels.support import DEVICE, check_close, generator, randn
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.plans.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from tests.kernels.attention.attention_cases import SMALL_TILES
 from tests.kernels.attention.test_random_attention import SETTINGS
 from tests.kernels.support import DEVICE

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.checks.pages import is_other_float
 from jenga_kernels.checks.tensors import E5M2_DTYPE, INT4_DTYPE, QUANTISED_DTYPES
-from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.plans.attention_plan import AttentionKind, plan_attention
 from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import row_parts

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jenga_kernels.attention.dequantise_pages import dequantise_pages
 from jenga_kernels.checks.tensors import E5M2_DTYPE, FP8_DTYPE, INT4_DTYPE
-from jenga_kernels.dequantise_pages import dequantise_pages
-from jenga_kernels.reference import dequantise_pages as reference
+from jenga_kernels.reference.attention import dequantise_pages as reference
 from tests.kernels.attention.attention_cases import Options, Shape, make_batch, read_range
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator, row_parts, strided_layer

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.attention.paged_attention import paged_attention
 from tests.kernels.attention.attention_cases import (
     HALVED_TILES,
     SMALL_TILES,

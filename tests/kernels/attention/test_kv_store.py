@@ -2,8 +2,8 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.kv_store import NO_SLOT, kv_store
-from jenga_kernels.reference import kv_store as reference_kv_store
+from jenga_kernels.attention.kv_store import NO_SLOT, kv_store
+from jenga_kernels.reference.attention import kv_store as reference_kv_store
 from jenga_kernels.triton.lib.tiles import machine_of
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator, randn, strided_layer

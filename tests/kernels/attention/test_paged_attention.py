@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.checks.tensors import SCALED_DTYPES
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.reference import paged_attention as reference
+from jenga_kernels.reference.attention import paged_attention as reference
 from jenga_kernels.triton.lib.tiles import Machine, max_decode_rows
 from tests.kernels.attention.attention_cases import (
     HALVED_TILES,

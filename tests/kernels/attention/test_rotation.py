@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from jenga_kernels.attention.kv_store import kv_store
+from jenga_kernels.attention.rotation import hadamard_rotation
 from jenga_kernels.checks.tensors import INT4_DTYPE
-from jenga_kernels.kv_store import kv_store
-from jenga_kernels.reference.paged_attention import from_int4
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.reference.attention.paged_attention import from_int4
 from tests.kernels.support import DEVICE, generator, randn
 
 

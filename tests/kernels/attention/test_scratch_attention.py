@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.attention.scratch_attention import scratch_attention
 from jenga_kernels.checks.tensors import E5M2_DTYPE, FP8_DTYPE, INT4_DTYPE
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.scratch_attention import scratch_attention
-from jenga_kernels.scratch_plan import (
+from jenga_kernels.plans.scratch_plan import (
     MIN_ROWS_PER_TOKEN,
     SCRATCH_PAGE_TOKENS,
     page_bytes,

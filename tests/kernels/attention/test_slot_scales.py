@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jenga_kernels.attention.kv_store import NO_SLOT, kv_store
+from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.checks.tensors import E5M2_DTYPE, INT4_DTYPE
-from jenga_kernels.kv_store import NO_SLOT, kv_store
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.reference import kv_store as reference_kv_store
-from jenga_kernels.reference.paged_attention import from_int4
+from jenga_kernels.reference.attention import kv_store as reference_kv_store
+from jenga_kernels.reference.attention.paged_attention import from_int4
 from tests.kernels.attention.attention_cases import (
     HALVED_TILES,
     SMALL_TILES,

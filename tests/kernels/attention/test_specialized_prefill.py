@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.attention_plan import specialized_prefill_tiles
+from jenga_kernels.plans.attention_plan import specialized_prefill_tiles
 from jenga_kernels.triton.lib.tiles import (
     HOPPER,
     INTERPRETER,

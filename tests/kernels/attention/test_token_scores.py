@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.reference import token_scores as reference
-from jenga_kernels.token_choice import choose_tokens
-from jenga_kernels.token_scores import token_scores
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.attention.token_choice import choose_tokens
+from jenga_kernels.attention.token_scores import token_scores
+from jenga_kernels.reference.attention import token_scores as reference
 from tests.kernels.attention.attention_cases import Options, Shape, make_batch
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, check_close, generator

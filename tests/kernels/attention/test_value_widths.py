@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.attention.kv_store import kv_store
+from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.checks.tensors import SCALED_DTYPES
-from jenga_kernels.kv_store import kv_store
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.reference import kv_store as reference_kv_store
+from jenga_kernels.plans.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.reference.attention import kv_store as reference_kv_store
 from jenga_kernels.triton.lib.tiles import LoopTiles, SpecializedTiles
 from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.attention.attention_cases import (

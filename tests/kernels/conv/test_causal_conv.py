@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.reference import causal_conv as reference
+from jenga_kernels.recurrent.causal_conv import causal_conv
+from jenga_kernels.reference.recurrent import causal_conv as reference
 from jenga_kernels.triton.recurrent.tiles import ScanTiles
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
@@ -112,7 +112,7 @@ def test_causal_conv_gives_the_same_by_runs_of_tokens(monkeypatch, is_dim_last, 
         lambda: by_reference(widened(tensors), slots, pages.states.double())
     )
     out = torch.full_like(tensors["x"], float("nan"))
-    monkeypatch.setattr("jenga_kernels.causal_conv.conv_tiles", lambda *_: by_runs)
+    monkeypatch.setattr("jenga_kernels.recurrent.causal_conv.conv_tiles", lambda *_: by_runs)
 
     causal_conv(out, pages.states, **tensors, **slots)
 

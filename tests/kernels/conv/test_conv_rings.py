@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
-from jenga_kernels.conv_update import conv_update
-from jenga_kernels.reference import causal_conv as reference_scan
-from jenga_kernels.reference import conv_update as reference
+from jenga_kernels.recurrent.causal_conv import causal_conv
+from jenga_kernels.recurrent.conv_update import conv_update
+from jenga_kernels.reference.recurrent import causal_conv as reference_scan
+from jenga_kernels.reference.recurrent import conv_update as reference
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv.conv_cases import conv_states, conv_tensors

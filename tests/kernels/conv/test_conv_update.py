@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from jenga_kernels.conv_update import conv_update
-from jenga_kernels.reference import conv_update as reference
+from jenga_kernels.recurrent.conv_update import conv_update
+from jenga_kernels.reference.recurrent import conv_update as reference
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv.conv_cases import conv_states, conv_tensors

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.conv_update import conv_update
-from jenga_kernels.reference import causal_conv as reference_causal_conv
-from jenga_kernels.reference import conv_update as reference_conv_update
+from jenga_kernels.recurrent.causal_conv import causal_conv
+from jenga_kernels.recurrent.conv_update import conv_update
+from jenga_kernels.reference.recurrent import causal_conv as reference_causal_conv
+from jenga_kernels.reference.recurrent import conv_update as reference_conv_update
 from jenga_kernels.triton.recurrent.tiles import ScanTiles
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
@@ -103,7 +103,7 @@ def test_gates_of_inputs_and_of_outputs_go_alone(name, gates, silu):
 def test_gated_prompts_by_runs_of_tokens(monkeypatch):
     # The interpreter's own tiles have no runs; these are a GPU's.
     by_runs = ScanTiles(block_tokens=32, block_dims=128, num_warps=2, run_tokens=8)
-    monkeypatch.setattr("jenga_kernels.causal_conv.conv_tiles", lambda *_: by_runs)
+    monkeypatch.setattr("jenga_kernels.recurrent.causal_conv.conv_tiles", lambda *_: by_runs)
     lengths = [130, 1, 0, PADDING, 65, 3, 31, 8]
     case = arguments(prompt_slots, lengths, 3, torch.float32, dim=136)
     check_against(reference_causal_conv.causal_conv, causal_conv, *case)

@@ -3,8 +3,8 @@
 import torch
 
 from jenga_kernels.checks.states import NULL_SLOT
-from jenga_kernels.reference.delta_update import delta_steps
-from jenga_kernels.reference.state_scan import checkpoints_of
+from jenga_kernels.reference.recurrent.delta_update import delta_steps
+from jenga_kernels.reference.recurrent.state_scan import checkpoints_of
 from tests.kernels.recurrent.state_cases import state_pages
 from tests.kernels.support import DEVICE, randn
 

@@ -3,13 +3,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from jenga_kernels import delta_replay as module
 from jenga_kernels.checks import tensors as checks
 from jenga_kernels.checks.histories import DeltaHistory, next_states
 from jenga_kernels.checks.states import NULL_SLOT
-from jenga_kernels.delta_replay import delta_replay
-from jenga_kernels.reference import delta_replay as reference
-from jenga_kernels.reference import delta_update as plain
+from jenga_kernels.recurrent import delta_replay as module
+from jenga_kernels.recurrent.delta_replay import delta_replay
+from jenga_kernels.reference.recurrent import delta_replay as reference
+from jenga_kernels.reference.recurrent import delta_update as plain
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.crossed import crossed

@@ -2,11 +2,11 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels import delta_scan as module
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.delta_update import delta_update
-from jenga_kernels.reference import delta_scan as reference
+from jenga_kernels.recurrent import delta_scan as module
+from jenga_kernels.recurrent.delta_scan import delta_scan
+from jenga_kernels.recurrent.delta_update import delta_update
+from jenga_kernels.reference.recurrent import delta_scan as reference
 from jenga_kernels.triton.lib.tiles import HOPPER
 from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from jenga_kernels.checks.states import NULL_SLOT
-from jenga_kernels.delta_update import delta_update
-from jenga_kernels.reference import delta_update as reference
+from jenga_kernels.recurrent.delta_update import delta_update
+from jenga_kernels.reference.recurrent import delta_update as reference
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta.delta_cases import delta_states, delta_tensors, fill, tokens_of

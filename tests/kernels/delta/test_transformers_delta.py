@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from jenga_kernels.reference.delta_scan import delta_scan
-from jenga_kernels.reference.delta_update import delta_update
+from jenga_kernels.reference.recurrent.delta_scan import delta_scan
+from jenga_kernels.reference.recurrent.delta_update import delta_update
 from tests.kernels.delta.delta_cases import delta_states, delta_tensors
 from tests.kernels.recurrent.state_cases import i32, widened
 from tests.kernels.support import generator, max_error, randn

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.reference import latent_attention as reference
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.plans.attention_plan import AttentionKind, AttentionPlan
+from jenga_kernels.plans.latent_plan import plan_latent_attention
+from jenga_kernels.reference.latent import latent_attention as reference
 from tests.kernels.support import (
     DEVICE,
     check_close,

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.plans.attention_plan import AttentionKind
+from jenga_kernels.plans.latent_plan import plan_latent_attention
 from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
 

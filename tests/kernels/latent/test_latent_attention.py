@@ -7,11 +7,11 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.attention_merge import attention_merge
-from jenga_kernels.attention_plan import AttentionKind
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.reference import latent_attention as reference
+from jenga_kernels.attention.attention_merge import attention_merge
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.plans.attention_plan import AttentionKind
+from jenga_kernels.plans.latent_plan import plan_latent_attention
+from jenga_kernels.reference.latent import latent_attention as reference
 from jenga_kernels.triton.latent.tiles import group_heads
 from jenga_kernels.triton.lib.tiles import AttentionTiles, LoopTiles
 from tests.kernels.latent.latent_cases import Shape, check_batch, make_batch

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from jenga_kernels.kv_store import NO_SLOT
-from jenga_kernels.latent_store import latent_store
-from jenga_kernels.reference import latent_store as reference
+from jenga_kernels.attention.kv_store import NO_SLOT
+from jenga_kernels.latent.latent_store import latent_store
+from jenga_kernels.reference.latent import latent_store as reference
 from tests.kernels.compiling import compile_job
 from tests.kernels.latent.latent_cases import strided_latents
 from tests.kernels.support import DEVICE, generator, randn

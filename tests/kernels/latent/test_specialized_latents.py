@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.latent_attention import latent_attention
+from jenga_kernels.latent.latent_attention import latent_attention
 from jenga_kernels.triton.latent.tiles import specialized_latent_tiles
 from jenga_kernels.triton.lib.tiles import HOPPER, INTERPRETER, Machine, machine_of
 from tests.kernels.attention.test_random_attention import SETTINGS

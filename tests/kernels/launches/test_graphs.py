@@ -8,17 +8,17 @@ from functools import partial
 import pytest
 import torch
 
+from jenga_kernels.attention.kv_store import kv_store
+from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.checks.histories import DeltaHistory, InputHistory
-from jenga_kernels.conv_update import conv_update
-from jenga_kernels.delta_replay import delta_replay
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.delta_update import delta_update
-from jenga_kernels.kv_store import kv_store
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.state_replay import state_replay
-from jenga_kernels.state_scan import state_scan
-from jenga_kernels.state_update import state_update
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.recurrent.conv_update import conv_update
+from jenga_kernels.recurrent.delta_replay import delta_replay
+from jenga_kernels.recurrent.delta_scan import delta_scan
+from jenga_kernels.recurrent.delta_update import delta_update
+from jenga_kernels.recurrent.state_replay import state_replay
+from jenga_kernels.recurrent.state_scan import state_scan
+from jenga_kernels.recurrent.state_update import state_update
 from tests.kernels.attention.attention_cases import Options, Shape, make_batch
 from tests.kernels.conv.conv_cases import conv_tensors
 from tests.kernels.crossed import crossed

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from jenga_kernels import launches
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
-from jenga_kernels.causal_conv import causal_conv
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.kv_store import kv_store
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.attention.kv_store import kv_store
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.latent.latent_attention import latent_attention
 from jenga_kernels.launches import Call, Launch, call_like
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.state_scan import state_scan
+from jenga_kernels.plans.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.plans.latent_plan import plan_latent_attention
+from jenga_kernels.recurrent.causal_conv import causal_conv
+from jenga_kernels.recurrent.delta_scan import delta_scan
+from jenga_kernels.recurrent.state_scan import state_scan
 from tests.kernels.delta.delta_cases import delta_tensors
 from tests.kernels.recurrent.state_cases import i32, recurrence_tensors
 from tests.kernels.support import DEVICE, generator, randn

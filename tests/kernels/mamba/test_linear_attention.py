@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from jenga_kernels.state_scan import state_scan
-from jenga_kernels.state_update import state_update
+from jenga_kernels.recurrent.state_scan import state_scan
+from jenga_kernels.recurrent.state_update import state_update
 from tests.kernels.compiling import compile_job
 from tests.kernels.recurrent.state_cases import i32
 from tests.kernels.support import DEVICE, check_close, generator

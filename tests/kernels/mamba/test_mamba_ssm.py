@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from jenga_kernels.checks.states import Checkpoints
-from jenga_kernels.reference.causal_conv import causal_conv
-from jenga_kernels.reference.conv_update import conv_update
-from jenga_kernels.reference.state_scan import state_scan
-from jenga_kernels.reference.state_update import state_update
+from jenga_kernels.reference.recurrent.causal_conv import causal_conv
+from jenga_kernels.reference.recurrent.conv_update import conv_update
+from jenga_kernels.reference.recurrent.state_scan import state_scan
+from jenga_kernels.reference.recurrent.state_update import state_update
 from tests.kernels.conv.conv_cases import conv_states, conv_tensors
 from tests.kernels.recurrent.state_cases import i32, recurrence_tensors, state_pages
 from tests.kernels.support import generator, max_error, randn

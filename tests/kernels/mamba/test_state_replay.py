@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from jenga_kernels import state_replay as module
 from jenga_kernels.checks import tensors as checks
 from jenga_kernels.checks.histories import InputHistory, next_states
 from jenga_kernels.checks.states import NULL_SLOT
-from jenga_kernels.reference import state_replay as reference
-from jenga_kernels.reference import state_update as plain
-from jenga_kernels.state_replay import state_replay
+from jenga_kernels.recurrent import state_replay as module
+from jenga_kernels.recurrent.state_replay import state_replay
+from jenga_kernels.reference.recurrent import state_replay as reference
+from jenga_kernels.reference.recurrent import state_update as plain
 from jenga_kernels.triton.recurrent.tiles import ReplayTiles
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job

@@ -5,10 +5,10 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels import state_scan as module
 from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
-from jenga_kernels.reference import state_scan as reference
-from jenga_kernels.state_scan import state_scan
+from jenga_kernels.recurrent import state_scan as module
+from jenga_kernels.recurrent.state_scan import state_scan
+from jenga_kernels.reference.recurrent import state_scan as reference
 from jenga_kernels.triton.lib.tiles import Machine
 from jenga_kernels.triton.recurrent.tiles import (
     head_scan_tiles,

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from jenga_kernels.checks.states import NULL_SLOT
-from jenga_kernels.reference import state_update as reference
-from jenga_kernels.state_update import state_update
+from jenga_kernels.recurrent.state_update import state_update
+from jenga_kernels.reference.recurrent import state_update as reference
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.recurrent.state_cases import (

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from jenga_kernels.pack_slots import pack_slots
-from jenga_kernels.reference import pack_slots as reference
+from jenga_kernels.pages.pack_slots import pack_slots
+from jenga_kernels.reference.pages import pack_slots as reference
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator, randn, shuffled_page_table, strided_layer
 

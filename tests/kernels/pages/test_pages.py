@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from jenga_kernels.page_clear import page_clear
-from jenga_kernels.page_copy import NO_PAGE, page_copy
-from jenga_kernels.reference import page_clear as clear_reference
-from jenga_kernels.reference import page_copy as copy_reference
+from jenga_kernels.pages.page_clear import page_clear
+from jenga_kernels.pages.page_copy import NO_PAGE, page_copy
+from jenga_kernels.reference.pages import page_clear as clear_reference
+from jenga_kernels.reference.pages import page_copy as copy_reference
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator
 

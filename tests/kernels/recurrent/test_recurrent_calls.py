@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 
+import jenga_kernels
 from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from tests.kernels.conv.conv_cases import conv_tensors
 from tests.kernels.delta.delta_cases import delta_tensors
@@ -35,12 +36,13 @@ class Call:
 
     def run(self, slots):
         arguments = self.arguments(slots)
-        getattr(import_module(f"jenga_kernels.{self.name}"), self.name)(**arguments)
+        getattr(jenga_kernels, self.name)(**arguments)
         return arguments["out"], arguments["states"]
 
     def run_reference(self, slots):
         arguments = self.arguments(slots)
-        getattr(import_module(f"jenga_kernels.reference.{self.name}"), self.name)(**arguments)
+        reference = import_module(f"jenga_kernels.reference.recurrent.{self.name}")
+        getattr(reference, self.name)(**arguments)
         return arguments["out"], arguments["states"]
 
 
@@ -152,7 +154,7 @@ def refused(name, arguments, message):
     want = {name: arguments[name].clone() for name in ("out", "states")}
 
     with pytest.raises(ValueError, match=f"^{message}"):
-        getattr(import_module(f"jenga_kernels.{name}"), name)(**arguments)
+        getattr(jenga_kernels, name)(**arguments)
 
     assert torch.equal(arguments["out"], want["out"])
     assert torch.equal(arguments["states"], want["states"])
@@ -242,7 +244,7 @@ def test_a_convolution_of_prompts_may_write_beside_its_input(places):
     views = views_in_a_buffer(call.values, *places)
     arguments = call.arguments(slots) | views
 
-    import_module("jenga_kernels.causal_conv").causal_conv(**arguments)
+    jenga_kernels.causal_conv(**arguments)
 
     check_same((arguments["out"], arguments["states"]), call.run_reference(slots))
 

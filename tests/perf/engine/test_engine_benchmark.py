@@ -476,7 +476,7 @@ def reference_flash(**call):
     ids=["plain", "window", "soft_cap", "sinks"],
 )
 def test_flash_attention_is_called_as_our_kernel_is(options):
-    from jenga_kernels.reference.paged_attention import paged_attention
+    from jenga_kernels.reference.attention.paged_attention import paged_attention
 
     draw = torch.Generator().manual_seed(0)
     arena = torch.randn(6, 2, 2, 16, 2, 64, generator=draw).bfloat16()

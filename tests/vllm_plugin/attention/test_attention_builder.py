@@ -22,9 +22,9 @@ from jenga.vllm_plugin.layers.attention_builder import (
     image_spans,
 )
 from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
-from jenga_kernels.attention_plan import AttentionPlan, plan_attention
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.plans.attention_plan import AttentionPlan, plan_attention
+from jenga_kernels.reference.attention.paged_attention import paged_attention as attend_plainly
 from jenga_kernels.triton.lib import tiles
 from tests.kernels.support import check_close
 from tests.vllm_plugin.trials.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
@@ -302,7 +302,7 @@ def test_an_updated_plan_gives_bit_for_bit_what_a_new_one_gives():
 
 
 def test_captured_sizes_share_room_for_split_results_and_nothing_else(monkeypatch):
-    from jenga_kernels import attention_plan
+    from jenga_kernels.plans import attention_plan
 
     tiles_of = attention_plan.attention_tiles
     monkeypatch.setattr(  # as on a GPU of several processors

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jenga_kernels.kv_store import kv_store
+from jenga_kernels.attention.kv_store import kv_store
 
 FP8 = torch.float8_e4m3fn
 

@@ -15,10 +15,10 @@ from jenga.vllm_plugin.layers.latent_builder import (
     absorbed_query_tokens,
     count_absorbed,
 )
-from jenga_kernels.attention_plan import AttentionPlan
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.reference.latent_attention import latent_attention as attend_plainly
+from jenga_kernels.latent.latent_attention import latent_attention
+from jenga_kernels.plans.attention_plan import AttentionPlan
+from jenga_kernels.plans.latent_plan import plan_latent_attention
+from jenga_kernels.reference.latent.latent_attention import latent_attention as attend_plainly
 from tests.kernels.support import check_close
 from tests.vllm_plugin.attention.test_attention_builder import PAGE_TOKENS, Batches
 from tests.vllm_plugin.trials.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels

@@ -12,8 +12,8 @@ from jenga.vllm_plugin.layers import attention
 from jenga.vllm_plugin.layers.attention import JengaTritonImpl
 from jenga.vllm_plugin.layers.prompt_scratch import scratch_on
 from jenga.vllm_plugin.settings.environment import SCRATCH_VARIABLE, read_settings
-from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
-from jenga_kernels.scratch_plan import SCRATCH_PAGE_TOKENS, page_bytes
+from jenga_kernels.plans.scratch_plan import SCRATCH_PAGE_TOKENS, page_bytes
+from jenga_kernels.reference.attention.paged_attention import paged_attention as attend_plainly
 from jenga_kernels.trial_calls import View
 from tests.kernels.support import check_close
 from tests.vllm_plugin.attention.test_attention_builder import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.attention.paged_attention import paged_attention
+from jenga_kernels.latent.latent_attention import latent_attention
 from tests.vllm_plugin.attention import test_attention_builder as layers
 from tests.vllm_plugin.attention import test_latent_builder as latents
 from tests.vllm_plugin.caching.test_prefix_caching import prompts_over_shared_prefixes

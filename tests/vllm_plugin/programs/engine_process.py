@@ -174,7 +174,7 @@ def divide_decoding(num_programs):
 
     By itself it gives all to one program, in tiles as long as the requests of most tests.
     """
-    from jenga_kernels import attention_plan, latent_plan
+    from jenga_kernels.plans import attention_plan, latent_plan
 
     def divided(tiles_of):
         def tiles(*args, **kwargs):

@@ -44,7 +44,7 @@ def leave_the_dispatcher_alone():
 
 def cut_into_small_tiles():
     """Let the interpreter walk over keys in tiles as short as a GPU's; its own hold all of them."""
-    from jenga_kernels import attention_plan
+    from jenga_kernels.plans import attention_plan
 
     tiles_of = attention_plan.attention_tiles
 

@@ -19,10 +19,10 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from jenga_kernels.attention.rotation import hadamard_rotation
 from jenga_kernels.checks.tensors import INT4_DTYPE
-from jenga_kernels.reference.kv_store import quantised, quantised_int4
-from jenga_kernels.reference.paged_attention import from_int4
-from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.reference.attention.kv_store import quantised, quantised_int4
+from jenga_kernels.reference.attention.paged_attention import from_int4
 from tests.vllm_plugin.programs.engine_process import audio_of_seed, image_of_seed
 
 

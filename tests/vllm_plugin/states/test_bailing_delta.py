@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga_kernels.reference.causal_conv import causal_conv as reference_conv
+from jenga_kernels.reference.recurrent.causal_conv import causal_conv as reference_conv
 from tests.kernels.support import check_close, generator
 from tests.vllm_plugin.states.test_gated_delta import WIDTH, bare, builder_for, scanned
 from tests.vllm_plugin.states.test_mamba import (

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga_kernels.reference.causal_conv import causal_conv as reference_conv
-from jenga_kernels.reference.delta_scan import delta_scan as reference_scan
+from jenga_kernels.reference.recurrent.causal_conv import causal_conv as reference_conv
+from jenga_kernels.reference.recurrent.delta_scan import delta_scan as reference_scan
 from tests.kernels.support import check_close, generator
 from tests.vllm_plugin.states.test_mamba import (
     NAME,

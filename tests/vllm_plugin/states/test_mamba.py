@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga_kernels.reference.causal_conv import causal_conv as reference_conv
-from jenga_kernels.reference.state_scan import state_scan as reference_scan
+from jenga_kernels.reference.recurrent.causal_conv import causal_conv as reference_conv
+from jenga_kernels.reference.recurrent.state_scan import state_scan as reference_scan
 from tests.kernels.support import check_close, generator
 from tests.vllm_plugin.trials.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga_kernels.reference.causal_conv import causal_conv as reference_conv
+from jenga_kernels.reference.recurrent.causal_conv import causal_conv as reference_conv
 from tests.kernels.support import check_close, generator
 from tests.vllm_plugin.states import test_drafted_states as drafting
 from tests.vllm_plugin.states.test_drafted_states import config as drafting_config  # noqa: F401

@@ -1,0 +1,1 @@
+"""Copies of whole pages, and moves of tokens within them."""

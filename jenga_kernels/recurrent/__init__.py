@@ -1,0 +1,1 @@
+"""Short convolutions and recurrences of states in pages: Mamba, linear attention, delta rules."""

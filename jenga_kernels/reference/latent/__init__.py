@@ -1,0 +1,1 @@
+"""References of the operations in `jenga_kernels.latent`."""
