@@ -420,8 +420,8 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
     """
     from vllm.platforms import current_platform
 
-    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
-    from jenga.vllm_plugin.layers.latent import JengaLatentBackend
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention.latent import JengaLatentBackend
 
     backend = JengaLatentBackend if attn_selector_config.use_mla else JengaTritonBackend
     capability = current_platform.get_device_capability()

@@ -54,7 +54,7 @@ def test_vllm_loads_the_plugin_by_its_entry_point():
     )
 
     assert point.load().__module__ == "jenga.vllm_plugin"
-    assert done.stdout.splitlines()[-1].startswith("jenga.vllm_plugin.layers.attention.")
+    assert done.stdout.splitlines()[-1].startswith("jenga.vllm_plugin.layers.attention.backend.")
 
 
 def test_the_command_serves_the_model_of_the_demo():

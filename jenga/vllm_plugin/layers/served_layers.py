@@ -26,7 +26,7 @@ def is_served(layer: "AttentionLayerBase") -> bool:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
 
     if isinstance(layer, MambaBase):
         return True

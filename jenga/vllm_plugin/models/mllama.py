@@ -28,7 +28,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from jenga.vllm_plugin.config import is_selected
-from jenga.vllm_plugin.layers.image_attention import (
+from jenga.vllm_plugin.layers.attention.image_attention import (
     ImageAttention,
     reads_any_image,
     reads_images_of,

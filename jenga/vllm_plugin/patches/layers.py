@@ -23,7 +23,7 @@ def _served_by(path: str) -> Callable[[Function], Function]:
     """
 
     def make(original: Function) -> Function:
-        from jenga.vllm_plugin.layers.recurrent import metadata_of
+        from jenga.vllm_plugin.layers.recurrent.recurrence import metadata_of
 
         serve = resolve_name(path)
         _, *names = inspect.signature(original).parameters
@@ -78,8 +78,8 @@ def _cpu_gdn_attention_core(original: Function) -> Function:
         from vllm.forward_context import get_forward_context
         from vllm.utils.torch_utils import _resolve_layer_name
 
-        from jenga.vllm_plugin.layers.gated_delta import forward_gated_delta
-        from jenga.vllm_plugin.layers.recurrent import metadata_of
+        from jenga.vllm_plugin.layers.recurrent.gated_delta import forward_gated_delta
+        from jenga.vllm_plugin.layers.recurrent.recurrence import metadata_of
 
         name = _resolve_layer_name(layer_name)
         metadata = metadata_of(name)
@@ -106,8 +106,8 @@ def _kimi_forward(original: Function) -> Function:
         beta: Any,  # noqa: ANN401
         core_attn_out: Any,  # noqa: ANN401
     ) -> None:
-        from jenga.vllm_plugin.layers.gated_delta import forward_kimi_delta
-        from jenga.vllm_plugin.layers.recurrent import metadata_of
+        from jenga.vllm_plugin.layers.recurrent.gated_delta import forward_kimi_delta
+        from jenga.vllm_plugin.layers.recurrent.recurrence import metadata_of
 
         metadata = metadata_of(self.prefix)
         if metadata is None:
@@ -122,7 +122,7 @@ def _kimi_forward(original: Function) -> Function:
 def _get_attn_backend(original: Function) -> Function:
     @functools.wraps(original)
     def get_attn_backend(self: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.layers.linear_attention import (
+        from jenga.vllm_plugin.layers.recurrent.linear_attention import (
             JengaLinearAttentionBackend,
             keep_rates,
         )
@@ -142,14 +142,14 @@ RECURRENT_LAYERS = (
             "vLLM has no hook for either"
         ),
         parameters=("self", "hidden_states", "output"),
-        make=_served_by("jenga.vllm_plugin.layers.mamba:forward_mamba1"),
+        make=_served_by("jenga.vllm_plugin.layers.recurrent.mamba:forward_mamba1"),
     ),
     Replacement(
         module="vllm.model_executor.layers.mamba.mamba_mixer2",
         name="MambaMixer2.conv_ssm_forward",
         reason="the same for Mamba-2",
         parameters=("self", "projected_states", "output"),
-        make=_served_by("jenga.vllm_plugin.layers.mamba:forward_mamba2"),
+        make=_served_by("jenga.vllm_plugin.layers.recurrent.mamba:forward_mamba2"),
     ),
     *(
         Replacement(
@@ -157,7 +157,7 @@ RECURRENT_LAYERS = (
             name=f"{layer}._forward_core",
             reason="the same for gated delta nets",
             parameters=("self", "mixed_qkv", "b", "a", "core_attn_out"),
-            make=_served_by("jenga.vllm_plugin.layers.gated_delta:forward_gated_delta"),
+            make=_served_by("jenga.vllm_plugin.layers.recurrent.gated_delta:forward_gated_delta"),
         )
         for module, layer in (
             ("qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
@@ -221,7 +221,7 @@ RECURRENT_LAYERS = (
             "beta",
             "core_attn_out",
         ),
-        make=_served_by("jenga.vllm_plugin.layers.gated_delta:forward_bailing_delta"),
+        make=_served_by("jenga.vllm_plugin.layers.recurrent.gated_delta:forward_bailing_delta"),
     ),
     *(
         Replacement(
@@ -229,7 +229,7 @@ RECURRENT_LAYERS = (
             name=f"ShortConv.{name}",
             reason="the same for short convolutions",
             parameters=("self", "hidden_states", "output"),
-            make=_served_by("jenga.vllm_plugin.layers.short_conv:forward_short_conv"),
+            make=_served_by("jenga.vllm_plugin.layers.recurrent.short_conv:forward_short_conv"),
         )
         for name in ("forward_native", "forward_cuda")
     ),
@@ -238,7 +238,9 @@ RECURRENT_LAYERS = (
         name="BailingMoELinearAttention._forward",
         reason="the same for linear attention",
         parameters=("self", "hidden_states", "output", "positions"),
-        make=_served_by("jenga.vllm_plugin.layers.linear_attention:forward_linear_attention"),
+        make=_served_by(
+            "jenga.vllm_plugin.layers.recurrent.linear_attention:forward_linear_attention"
+        ),
     ),
     Replacement(
         module="vllm.model_executor.layers.mamba.linear.bailing_linear_attn",

@@ -31,7 +31,7 @@ def _get_kv_cache_spec(original: Function) -> Function:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any) -> Any:  # noqa: ANN401
         from jenga.vllm_plugin.config import is_selected
-        from jenga.vllm_plugin.layers.latent_builder import count_absorbed
+        from jenga.vllm_plugin.layers.attention.latent_builder import count_absorbed
         from jenga.vllm_plugin.layers.served_layers import check_layers
         from jenga.vllm_plugin.specs.image_rows import IMAGE_LAYER, measured_spec
         from jenga.vllm_plugin.specs.token_budgets import check_budgets
@@ -56,8 +56,8 @@ def _initialize_from_config(original: Function) -> Function:
 
         from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, host_memory_bytes
         from jenga.vllm_plugin.arena.starts import report_graphs
-        from jenga.vllm_plugin.layers.image_attention import follow_batch
-        from jenga.vllm_plugin.layers.token_budgets import follow_prompts
+        from jenga.vllm_plugin.layers.attention.image_attention import follow_batch
+        from jenga.vllm_plugin.layers.attention.token_budgets import follow_prompts
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
         from jenga.vllm_plugin.worker.image_pages import open_embeddings
@@ -130,7 +130,7 @@ def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
 def _execute_mm_encoder(original: Function) -> Function:
     @functools.wraps(original)
     def execute(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.layers.image_attention import image_builders, store_encoded
+        from jenga.vllm_plugin.layers.attention.image_attention import image_builders, store_encoded
 
         outputs = original(self, scheduler_output)
         if outputs and image_builders(self):
@@ -191,7 +191,7 @@ def _attention_init(original: Function) -> Function:
         from vllm.config import get_current_vllm_config
 
         from jenga.vllm_plugin.config import is_selected
-        from jenga.vllm_plugin.layers.token_budgets import JengaBudgetBackend
+        from jenga.vllm_plugin.layers.attention.token_budgets import JengaBudgetBackend
         from jenga.vllm_plugin.specs.token_budgets import budget_of_layer
 
         chosen, config = named.get("attn_backend"), get_current_vllm_config()
@@ -225,8 +225,8 @@ def _attention_spec(original: Function) -> Function:
 def _create_cross_attention_backend(original: Function) -> Function:
     @functools.wraps(original)
     def create(underlying_attn_backend: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.layers.attention import JengaTritonBackend
-        from jenga.vllm_plugin.layers.cross_attention import JengaCrossBackend
+        from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
+        from jenga.vllm_plugin.layers.attention.cross_attention import JengaCrossBackend
 
         if issubclass(underlying_attn_backend, JengaTritonBackend):
             return JengaCrossBackend
@@ -238,7 +238,7 @@ def _create_cross_attention_backend(original: Function) -> Function:
 def _create_chunked_local_attention_backend(original: Function) -> Function:
     @functools.wraps(original)
     def create(underlying_attn_backend: Any, attention_chunk_size: int) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+        from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
 
         if issubclass(underlying_attn_backend, JengaTritonBackend):
             return underlying_attn_backend

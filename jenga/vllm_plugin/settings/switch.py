@@ -13,11 +13,11 @@ from typing import Any
 
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, BACKEND_VARIABLE
 
-_BACKEND_PATH = "jenga.vllm_plugin.layers.attention.JengaTritonBackend"
-_MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.layers.mamba_builder.JengaMamba1Backend"
-_MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.layers.mamba_builder.JengaMamba2Backend"
-_GATED_DELTA_BACKEND_PATH = "jenga.vllm_plugin.layers.gated_delta.JengaGatedDeltaBackend"
-_SHORT_CONV_BACKEND_PATH = "jenga.vllm_plugin.layers.short_conv.JengaShortConvBackend"
+_BACKEND_PATH = "jenga.vllm_plugin.layers.attention.backend.JengaTritonBackend"
+_MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.layers.recurrent.mamba_builder.JengaMamba1Backend"
+_MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.layers.recurrent.mamba_builder.JengaMamba2Backend"
+_GATED_DELTA_BACKEND_PATH = "jenga.vllm_plugin.layers.recurrent.gated_delta.JengaGatedDeltaBackend"
+_SHORT_CONV_BACKEND_PATH = "jenga.vllm_plugin.layers.recurrent.short_conv.JengaShortConvBackend"
 
 
 def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vLLM extends at run time)

@@ -110,6 +110,6 @@ def install() -> None:
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    from jenga.vllm_plugin.layers import attention
+    from jenga.vllm_plugin.layers.attention import backend as attention
 
     attention.paged_attention = attention_by(flash_attn_varlen_func, attention.paged_attention)

@@ -14,14 +14,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from jenga.vllm_plugin.layers import attention_builder
-from jenga.vllm_plugin.layers.attention_builder import (
+from jenga.vllm_plugin.layers.attention import attention_builder
+from jenga.vllm_plugin.layers.attention.attention_builder import (
     JengaTritonMetadataBuilder,
     attention_kind,
     image_reach,
     image_spans,
 )
-from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
+from jenga.vllm_plugin.layers.attention.captured_plans import CapturedPlans
 from jenga_kernels.attention.paged_attention import paged_attention
 from jenga_kernels.plans.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.reference.attention.paged_attention import paged_attention as attend_plainly

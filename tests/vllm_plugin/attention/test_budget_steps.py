@@ -34,7 +34,7 @@ def spec_of(budget_tokens, output_tokens):
 
 def rows_of(steps, spec):
     """Get the rows of steps (prompt tokens, tokens before, tokens after)."""
-    from jenga.vllm_plugin.layers.budget_steps import rows_of_step
+    from jenga.vllm_plugin.layers.attention.budget_steps import rows_of_step
 
     prompts, starts, ends = np.array(steps).T
     common = SimpleNamespace(
@@ -87,8 +87,8 @@ def test_steps_of_prompts_without_words_must_have_all_queries_that_choose():
 
 
 def test_weights_of_single_steps_add_up_to_those_of_one():
-    from jenga.vllm_plugin.layers.budget_steps import scorings
-    from jenga.vllm_plugin.layers.token_budgets import _add_up
+    from jenga.vllm_plugin.layers.attention.budget_steps import scorings
+    from jenga.vllm_plugin.layers.attention.token_budgets import _add_up
 
     spec, page_table = spec_of(32, 20), torch.tensor([[3, 1, 4, 2], [5, 6, 7, 8]]).int()
     words = torch.full((9, 16, 2), torch.nan)

@@ -89,7 +89,7 @@ def test_other_caches_have_the_scales_of_their_layer():
 def test_the_backend_counts_the_scales_of_slots():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
     from jenga.vllm_plugin.specs.layer_types import model_spec
 
     shape = {"block_size": 16, "num_kv_heads": 3, "head_size": 128, "head_size_v": 64}

@@ -8,9 +8,9 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-from jenga.vllm_plugin.layers import latent_builder
-from jenga.vllm_plugin.layers.latent import gathered_latents
-from jenga.vllm_plugin.layers.latent_builder import (
+from jenga.vllm_plugin.layers.attention import latent_builder
+from jenga.vllm_plugin.layers.attention.latent import gathered_latents
+from jenga.vllm_plugin.layers.attention.latent_builder import (
     JengaLatentMetadataBuilder,
     absorbed_query_tokens,
     count_absorbed,

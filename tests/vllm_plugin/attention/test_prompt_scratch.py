@@ -8,9 +8,9 @@ import torch
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from jenga.vllm_plugin.config import _unserved_with_scratch
-from jenga.vllm_plugin.layers import attention
-from jenga.vllm_plugin.layers.attention import JengaTritonImpl
-from jenga.vllm_plugin.layers.prompt_scratch import scratch_on
+from jenga.vllm_plugin.layers.attention import backend as attention
+from jenga.vllm_plugin.layers.attention.backend import JengaTritonImpl
+from jenga.vllm_plugin.layers.attention.prompt_scratch import scratch_on
 from jenga.vllm_plugin.settings.environment import SCRATCH_VARIABLE, read_settings
 from jenga_kernels.plans.scratch_plan import SCRATCH_PAGE_TOKENS, page_bytes
 from jenga_kernels.reference.attention.paged_attention import paged_attention as attend_plainly

@@ -26,7 +26,7 @@ def attention(cls=None, *, backend=None, shares=None):
     """Get a layer of vLLM's Attention, or of a class made of it, that stores or shares a cache."""
     from vllm.model_executor.layers.attention import Attention
 
-    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
 
     cls = cls or Attention
     layer = cls.__new__(cls)
@@ -65,7 +65,7 @@ def check(layers, stored=None):
 def test_attention_on_our_backend_is_served():
     from vllm.model_executor.layers.attention import ChunkedLocalAttention, CrossAttention
 
-    from jenga.vllm_plugin.layers.cross_attention import JengaCrossBackend
+    from jenga.vllm_plugin.layers.attention.cross_attention import JengaCrossBackend
 
     check(
         {
@@ -80,7 +80,7 @@ def test_latent_attention_is_served_on_our_backend_alone():
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
-    from jenga.vllm_plugin.layers.latent import JengaLatentBackend
+    from jenga.vllm_plugin.layers.attention.latent import JengaLatentBackend
 
     class PaddedAttention(MLAAttention):
         pass
@@ -111,7 +111,7 @@ def test_attention_on_another_backend_is_refused():
 
 
 def test_layers_of_a_class_of_their_own_are_refused_on_any_backend():
-    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
 
     for backend in (JengaTritonBackend, stock_backend()):
         with pytest.raises(ValueError, match="1 of them, of which 'own' is a"):

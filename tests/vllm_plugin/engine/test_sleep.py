@@ -60,7 +60,7 @@ def test_an_engine_that_slept_generates_what_one_does_that_did_not(
 
 
 def test_alibi_slopes_do_not_lie_where_weights_are_lost():
-    from jenga.vllm_plugin.layers.attention import JengaTritonImpl
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonImpl
 
     with torch.device("meta"):  # where weights are loaded
         layer = JengaTritonImpl(2, 64, 0.125, alibi_slopes=[0.5, 0.25])

@@ -335,7 +335,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
 
 
 def test_slots_are_of_who_was_encoded_in_the_order_of_rows():
-    from jenga.vllm_plugin.layers.cross_attention import encoder_slots
+    from jenga.vllm_plugin.layers.attention.cross_attention import encoder_slots
 
     page_table = torch.tensor([[9, 8, 0], [4, 0, 0], [2, 7, 5]], dtype=torch.int32)
 
@@ -349,7 +349,7 @@ def test_keys_of_another_number_than_was_encoded_are_refused():
     import numpy as np
 
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.layers.cross_attention import JengaCrossMetadata
+    from jenga.vllm_plugin.layers.attention.cross_attention import JengaCrossMetadata
     from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
     mailbox = StepMailbox()

@@ -217,7 +217,7 @@ def test_a_session_with_images_starts_again_at_its_next_turn(monkeypatch):
 def test_rows_read_the_last_group_of_consecutive_images_up_to_themselves(
     first_position, num_rows, expected
 ):
-    from jenga.vllm_plugin.layers.image_attention import segments_of, stored_images
+    from jenga.vllm_plugin.layers.attention.image_attention import segments_of, stored_images
 
     features = [image_feature(str(at), at, 17) for at in (5, 9, 10)]
     images = stored_images(features, 16)
@@ -237,7 +237,7 @@ def test_rows_agree_with_the_mask_of_the_models_processor():
         get_cross_attention_token_mask,
     )
 
-    from jenga.vllm_plugin.layers.image_attention import segments_of, stored_images
+    from jenga.vllm_plugin.layers.attention.image_attention import segments_of, stored_images
 
     places = [3, 4, 5, 11, 20, 21]
     tokens = [1 if at in places else 0 for at in range(30)]

@@ -63,7 +63,7 @@ def main():
     os.environ.update(job.get("environment", {}))
     from vllm import LLM, SamplingParams
 
-    from jenga.vllm_plugin.layers.attention import JengaTritonImpl
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonImpl
 
     llm = LLM(**job["options"])
     recorder = Recorder()

@@ -38,7 +38,9 @@ def note_calls(names):
     Args:
         names: Operation -> arguments to describe.
     """
-    from jenga.vllm_plugin.layers import attention, gated_delta, latent, mamba
+    from jenga.vllm_plugin.layers.attention import backend as attention
+    from jenga.vllm_plugin.layers.attention import latent
+    from jenga.vllm_plugin.layers.recurrent import gated_delta, mamba
     from jenga_kernels.trial_calls import Call
 
     modules = {"paged_attention": attention, "latent_attention": latent}

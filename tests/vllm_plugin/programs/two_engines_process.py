@@ -40,7 +40,7 @@ def generate(engines, prompts, sampling):
 
 def fail_between_orders_and_layers(llm, prompts, sampling):
     """Let a step of an engine fail once it has its orders; whether it did."""
-    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadataBuilder
     from jenga.vllm_plugin.worker.step_mailbox import builders_of, mailbox_of
 
     def fail(*_, **__):

@@ -17,10 +17,10 @@ FOLDERS = ("orders", "scheduler", "worker", "layers")
 
 pytestmark = pytest.mark.vllm
 
-LAYERS = "jenga.vllm_plugin.layers"
+LAYERS = "jenga.vllm_plugin.layers.attention"
 ALLOWED = {
-    f"{LAYERS}.attention.JengaTritonBackend.supported_dtypes": "vLLM's interface asks for a list",
-    f"{LAYERS}.attention.JengaTritonBackend.supported_kv_cache_dtypes": "the same",
+    f"{LAYERS}.backend.JengaTritonBackend.supported_dtypes": "vLLM's interface asks for a list",
+    f"{LAYERS}.backend.JengaTritonBackend.supported_kv_cache_dtypes": "the same",
     f"{LAYERS}.latent.JengaLatentBackend.supported_kv_cache_dtypes": "the same",
     f"{LAYERS}.prompt_scratch._allocated": "memory that each layer overwrites before it reads it",
 }
@@ -90,7 +90,7 @@ def state_of(source, module):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_modules_that_handle_orders_have_no_state(folder):
-    found, paths = [], sorted((ROOT / "jenga/vllm_plugin" / folder).glob("*.py"))
+    found, paths = [], sorted((ROOT / "jenga/vllm_plugin" / folder).rglob("*.py"))
     assert len(paths) > 2
     for path in paths:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)

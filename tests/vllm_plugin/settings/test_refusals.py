@@ -398,7 +398,7 @@ def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, met):
 
 @pytest.mark.vllm
 def test_latents_with_slopes_windows_or_caps_are_refused():
-    from jenga.vllm_plugin.layers.latent import JengaLatentImpl
+    from jenga.vllm_plugin.layers.attention.latent import JengaLatentImpl
 
     layer = {
         "num_heads": 4,
@@ -420,7 +420,7 @@ def test_latents_with_slopes_windows_or_caps_are_refused():
 
 @pytest.mark.vllm
 def test_quantised_results_are_refused():
-    from jenga.vllm_plugin.layers.attention import JengaTritonImpl
+    from jenga.vllm_plugin.layers.attention.backend import JengaTritonImpl
 
     layer, rows = JengaTritonImpl(4, 64, 1.0), torch.zeros(1, 4, 64)
 
@@ -431,7 +431,7 @@ def test_quantised_results_are_refused():
 
 @pytest.mark.vllm
 def test_page_tables_of_layers_that_read_images_differently_are_refused():
-    from jenga.vllm_plugin.layers.attention_builder import image_reach
+    from jenga.vllm_plugin.layers.attention.attention_builder import image_reach
 
     layers = {
         "layers.0.attn": SimpleNamespace(mm_prefix_clamp_sliding_window=True),

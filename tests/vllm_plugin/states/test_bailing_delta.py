@@ -48,7 +48,7 @@ def parts_of(inputs):
 
 def run_bailing(layer, inputs, out, metadata):
     """Run a layer on rows of all its inputs side by side."""
-    from jenga.vllm_plugin.layers.gated_delta import forward_bailing_delta
+    from jenga.vllm_plugin.layers.recurrent.gated_delta import forward_bailing_delta
 
     q, k, v, gates, betas = parts_of(inputs)
     attended = out.unflatten(-1, (NUM_HEADS, HEAD_DIM))[None]
@@ -85,7 +85,7 @@ def test_a_layer_cut_anywhere_errs_no_more_than_plain_pytorch(config):  # noqa: 
 
 
 def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import recurrent
+    from jenga.vllm_plugin.layers.recurrent import recurrence as recurrent
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()

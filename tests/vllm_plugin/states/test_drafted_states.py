@@ -163,7 +163,7 @@ def run_step(forward, builder, rows, out_size=INNER):
 
 def undrafted(request, config):
     """A request alone, prompt and then token by token: its outputs and last states."""
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     layer = mamba2_layer(state_pages(MAMBA2_SHAPES, num_pages=6))
     alone = Drafting(request.name, [1, 2, 3, 4], request.prompt, request.inputs)
@@ -192,7 +192,7 @@ def expected(config):
 @pytest.mark.parametrize("order", [in_order_of_first_runner, in_order_of_second_runner])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_random_drafts_in_random_batches_leave_no_trace(order, seed, config, expected):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     source = random.Random(seed)
     requests = requests_of(LENGTHS)
@@ -220,7 +220,7 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, seed, config, exp
 @pytest.mark.parametrize("order", [in_order_of_first_runner, in_order_of_second_runner])
 @pytest.mark.parametrize("history_tokens", [2 * SLOTS, pytest.param(16, marks=pytest.mark.slow)])
 def test_random_drafts_in_one_slot_leave_no_trace(history_tokens, order, config, expected):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     source = random.Random(history_tokens)
     requests = requests_of(LENGTHS)
@@ -246,7 +246,7 @@ def test_random_drafts_in_one_slot_leave_no_trace(history_tokens, order, config,
 
 @pytest.mark.parametrize("ahead", range(DRAFTS + 1))
 def test_a_copied_page_has_the_state_after_any_token_of_its_last_step(ahead, config, expected):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     exact, _, plain, _ = expected["r2"]
     for history_tokens in (2 * SLOTS, 2 * SLOTS + 1, 2 * SLOTS + 3):  # at other tokens written
@@ -268,7 +268,7 @@ def test_a_copied_page_has_the_state_after_any_token_of_its_last_step(ahead, con
 
 
 def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
     from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     short, long = requests_of([(1, 5), (20, 20)])

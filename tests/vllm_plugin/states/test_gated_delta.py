@@ -104,7 +104,7 @@ def parts_of(layer, inputs):
 
 def run_gated_delta(layer, inputs, out, metadata):
     """Run a layer on rows of mixed_qkv, b and a side by side."""
-    from jenga.vllm_plugin.layers.gated_delta import forward_gated_delta
+    from jenga.vllm_plugin.layers.recurrent.gated_delta import forward_gated_delta
 
     heads = out.unflatten(-1, (NUM_V_HEADS, layer.head_v_dim))
     forward_gated_delta(layer, *parts_of(layer, inputs), heads, metadata)
@@ -112,7 +112,7 @@ def run_gated_delta(layer, inputs, out, metadata):
 
 def run_kimi(layer, inputs, out, metadata):
     """Run a layer on rows of mixed_qkv, gates and betas side by side."""
-    from jenga.vllm_plugin.layers.gated_delta import forward_kimi_delta
+    from jenga.vllm_plugin.layers.recurrent.gated_delta import forward_kimi_delta
 
     size = KIMI_HEADS * KIMI_DIM
     mixed_qkv, gates, betas = inputs.split([3 * size, size, KIMI_HEADS], dim=-1)
@@ -218,7 +218,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
     config,  # noqa: F811
     monkeypatch,
 ):
-    from jenga.vllm_plugin.layers import gated_delta
+    from jenga.vllm_plugin.layers.recurrent import gated_delta
 
     set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting)
     layer = gated_delta_layer(state_pages(SHAPES))
@@ -330,7 +330,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadataBuilder
 
     layer = gated_delta_layer()
     ours = builder_for(layer, config, SHAPES)
@@ -353,7 +353,7 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     )
     from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
-    from jenga.vllm_plugin.layers import recurrent
+    from jenga.vllm_plugin.layers.recurrent import recurrence as recurrent
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()

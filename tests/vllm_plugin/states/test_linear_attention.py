@@ -166,7 +166,10 @@ def with_positions(inputs):
 
 def run_linear(layer, inputs, out, metadata):
     """Run a layer on rows of a position and inputs, its slopes lost as in deep sleep."""
-    from jenga.vllm_plugin.layers.linear_attention import forward_linear_attention, keep_rates
+    from jenga.vllm_plugin.layers.recurrent.linear_attention import (
+        forward_linear_attention,
+        keep_rates,
+    )
 
     keep_rates(layer)
     layer.tp_slope.fill_(float("nan"))
@@ -245,7 +248,7 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, drafting_config):
 def test_vllms_own_operations_serve_the_layers_where_the_backend_is_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
 
-    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadataBuilder
 
     ours = builder_for(config)
     selected = config.attention_config.backend
@@ -260,7 +263,7 @@ def test_vllms_own_operations_serve_the_layers_where_the_backend_is_not_selected
 
 
 def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import recurrent
+    from jenga.vllm_plugin.layers.recurrent import recurrence as recurrent
 
     layer, inputs = linear_layer(state_pages(SHAPES)), with_positions(prompts(HIDDEN))
     builder = builder_for(config)

@@ -241,7 +241,7 @@ def our_builder(config, shapes, kind):
 
 
 def test_mamba2_layer_cut_anywhere_errs_no_more_than_vllms_own(config, monkeypatch):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
     stock, stock_states = stock_mamba2(config, inputs, monkeypatch)
@@ -273,7 +273,7 @@ def scan_options(kind_of_inputs, run, monkeypatch):
 
 @pytest.mark.parametrize("setting", ["1", "0", "", NOT_PASSED])
 def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, monkeypatch):
-    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.layers.recurrent import mamba
 
     set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting)
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
@@ -293,7 +293,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, 
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
     from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
@@ -400,7 +400,7 @@ def plain_mamba1(hidden, dtype):
 
 
 def test_mamba1_layer_cut_anywhere_errs_no_more_than_plain_pytorch(config):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba1
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba1
 
     inputs = prompts(64)
     layer = mamba1_layer(state_pages(MAMBA1_SHAPES))
@@ -420,7 +420,7 @@ def test_mamba1_layer_cut_anywhere_errs_no_more_than_plain_pytorch(config):
 def test_a_builder_serves_vllms_own_layers_where_the_backend_is_not_selected(config):
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 
-    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadataBuilder
 
     ours = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
     selected = config.attention_config.backend

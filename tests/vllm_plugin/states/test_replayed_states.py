@@ -83,7 +83,7 @@ def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
     config,  # noqa: F811
     history_tokens,
 ):
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     inputs = prompts(NUM_INPUTS)
     plain = mamba2_layer(state_pages(MAMBA2_SHAPES))
@@ -100,7 +100,7 @@ def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
 
 
 def test_decoding_goes_on_from_copied_pages_and_prompts_bring_them_up_to_date(config):  # noqa: F811
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     inputs = prompts(NUM_INPUTS)["c"]
     layer, builder = layer_with_histories(config, 16)
@@ -135,7 +135,7 @@ def test_decoding_goes_on_from_copied_pages_and_prompts_bring_them_up_to_date(co
 
 def run_alone(config, inputs):  # noqa: F811
     """Outputs of a request that is one prompt, by a layer that writes every state."""
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
 
     layer, out = mamba2_layer(state_pages(MAMBA2_SHAPES)), torch.empty(len(inputs), INNER)
     metadata = our_builder(config, MAMBA2_SHAPES, "MAMBA2").build(
@@ -146,7 +146,7 @@ def run_alone(config, inputs):  # noqa: F811
 
 
 def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(config):  # noqa: F811
-    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.recurrent.mamba import forward_mamba2
     from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(NUM_INPUTS)["c"]

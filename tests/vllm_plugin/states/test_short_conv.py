@@ -107,7 +107,7 @@ def test_short_convolution_cut_anywhere_errs_no_more_than_vllms_own(
     config,  # noqa: F811
     monkeypatch,
 ):
-    from jenga.vllm_plugin.layers.short_conv import forward_short_conv
+    from jenga.vllm_plugin.layers.recurrent.short_conv import forward_short_conv
 
     inputs = prompts(HIDDEN)
     stock, stock_states = stock_short_conv(config, inputs, monkeypatch, has_bias=has_bias)
@@ -124,7 +124,7 @@ def test_short_convolution_cut_anywhere_errs_no_more_than_vllms_own(
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
-    from jenga.vllm_plugin.layers.short_conv import forward_short_conv
+    from jenga.vllm_plugin.layers.recurrent.short_conv import forward_short_conv
     from jenga.vllm_plugin.orders.step_orders import CheckpointWrite, StepOrders
 
     inputs = prompts(HIDDEN)
@@ -159,7 +159,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
     "order", [drafting.in_order_of_first_runner, drafting.in_order_of_second_runner]
 )
 def test_random_drafts_in_random_batches_leave_no_trace(order, drafting_config):  # noqa: F811
-    from jenga.vllm_plugin.layers.short_conv import forward_short_conv
+    from jenga.vllm_plugin.layers.recurrent.short_conv import forward_short_conv
 
     source = random.Random(5)
     requests = drafting.requests_of(drafting.LENGTHS, HIDDEN)
@@ -182,7 +182,7 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, drafting_config):
 
 
 def test_weights_that_vllm_reordered_for_its_cpu_are_read_as_they_were(config):  # noqa: F811
-    from jenga.vllm_plugin.layers.short_conv import forward_short_conv
+    from jenga.vllm_plugin.layers.recurrent.short_conv import forward_short_conv
 
     def run(layer):
         builder = builder_for(layer, config)
@@ -201,7 +201,7 @@ def test_weights_that_vllm_reordered_for_its_cpu_are_read_as_they_were(config): 
 def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
-    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadataBuilder
 
     layer = short_conv_layer()
     ours = builder_for(layer, config)
@@ -220,8 +220,8 @@ def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(co
 
 @pytest.mark.parametrize("name", ["forward_native", "forward_cuda"])
 def test_the_names_that_vllms_layer_calls_lead_here(name, config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin.layers import recurrent
-    from jenga.vllm_plugin.layers.short_conv import forward_short_conv
+    from jenga.vllm_plugin.layers.recurrent import recurrence as recurrent
+    from jenga.vllm_plugin.layers.recurrent.short_conv import forward_short_conv
     from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()

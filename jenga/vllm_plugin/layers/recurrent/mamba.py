@@ -1,6 +1,6 @@
 """Mamba-1 and Mamba-2 layers of vLLM, served by `jenga_kernels` on states in pages.
 
-Weights, projections and norms stay in vLLM's layers. See `recurrent` for the rest.
+Weights, projections and norms stay in vLLM's layers. See `recurrence` for the rest.
 """
 
 from dataclasses import dataclass, fields
@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadata
-from jenga.vllm_plugin.layers.recurrent import (
+from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadata
+from jenga.vllm_plugin.layers.recurrent.recurrence import (
     Operations,
     conv_weight_of,
     convolution_of,

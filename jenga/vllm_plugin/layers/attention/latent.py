@@ -25,9 +25,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionType
 
 from jenga.vllm_plugin.config import CACHE_DTYPES
-from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend
+from jenga.vllm_plugin.layers.attention.latent_builder import (
+    JengaLatentDecode,
+    JengaLatentMetadataBuilder,
+)
 from jenga.vllm_plugin.layers.cache_views import E5M2, SLOT_SCALE_DTYPES
-from jenga.vllm_plugin.layers.latent_builder import JengaLatentDecode, JengaLatentMetadataBuilder
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga_kernels.checks.tensors import FP8_DTYPE
 from jenga_kernels.latent.latent_attention import latent_attention

@@ -17,9 +17,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
-from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
+from jenga.vllm_plugin.layers.attention.captured_plans import CapturedPlans
+from jenga.vllm_plugin.layers.attention.prompt_scratch import plan_of_step, scratch_on
 from jenga.vllm_plugin.layers.cpu_serving import prepare_device
-from jenga.vllm_plugin.layers.prompt_scratch import plan_of_step, scratch_on
 from jenga.vllm_plugin.settings.environment import SCRATCH_VARIABLE, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import decode_query_tokens, most_group_heads

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
-from jenga.vllm_plugin.layers.mamba_builder import (
+from jenga.vllm_plugin.layers.recurrent.mamba_builder import (
     JengaMambaMetadata,
     JengaStateBackend,
     builder_beside,
 )
-from jenga.vllm_plugin.layers.recurrent import Convolution, channels_first, conv_weight_of, convolve
+from jenga.vllm_plugin.layers.recurrent.recurrence import (
+    Convolution,
+    channels_first,
+    conv_weight_of,
+    convolve,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder

@@ -24,9 +24,9 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
-from jenga.vllm_plugin.layers.checkpoints import checkpoints_of
 from jenga.vllm_plugin.layers.cpu_serving import prepare_device
-from jenga.vllm_plugin.layers.replay_counts import Replay, ReplayCounts
+from jenga.vllm_plugin.layers.recurrent.checkpoints import checkpoints_of
+from jenga.vllm_plugin.layers.recurrent.replay_counts import Replay, ReplayCounts
 from jenga.vllm_plugin.settings.environment import read_settings
 from jenga.vllm_plugin.specs.replay_kinds import NUM_STATES
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
@@ -70,8 +70,8 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
 
 SCAN_CALLS = MappingProxyType(
     {
-        "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
-        "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
+        "MAMBA2": "jenga.vllm_plugin.layers.recurrent.mamba:scan_call",
+        "GDN_ATTN": "jenga.vllm_plugin.layers.recurrent.gated_delta:scan_call",
     }
 )
 """vLLM's name of a kind of layers -> function that describes the calls of its scans of prompts.

@@ -18,12 +18,12 @@ import torch
 from torch.nn.functional import softplus
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-from jenga.vllm_plugin.layers.mamba_builder import (
+from jenga.vllm_plugin.layers.recurrent.mamba_builder import (
     JengaMambaMetadata,
     JengaStateBackend,
     builder_beside,
 )
-from jenga.vllm_plugin.layers.recurrent import (
+from jenga.vllm_plugin.layers.recurrent.recurrence import (
     Convolution,
     Operations,
     channels_first,

@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import silu
 from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
 
-from jenga.vllm_plugin.layers.mamba import Recurrence
-from jenga.vllm_plugin.layers.mamba_builder import (
+from jenga.vllm_plugin.layers.recurrent.mamba import Recurrence
+from jenga.vllm_plugin.layers.recurrent.mamba_builder import (
     JengaMambaMetadata,
     JengaStateBackend,
     builder_beside,
 )
-from jenga.vllm_plugin.layers.recurrent import recur
+from jenga.vllm_plugin.layers.recurrent.recurrence import recur
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder

@@ -14,10 +14,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from jenga.vllm_plugin.config import CACHE_DTYPES, is_quantised
-from jenga.vllm_plugin.layers.attention_builder import (
+from jenga.vllm_plugin.layers.attention.attention_builder import (
     JengaTritonMetadata,
     JengaTritonMetadataBuilder,
 )
+from jenga.vllm_plugin.layers.attention.prompt_scratch import scratch_on
 from jenga.vllm_plugin.layers.cache_views import (
     E5M2,
     INT4,
@@ -25,7 +26,6 @@ from jenga.vllm_plugin.layers.cache_views import (
     CacheViews,
     cache_views,
 )
-from jenga.vllm_plugin.layers.prompt_scratch import scratch_on
 from jenga.vllm_plugin.patches.all_patches import check_watch
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from jenga.vllm_plugin.layers.attention import JengaTritonBackend, JengaTritonImpl
-from jenga.vllm_plugin.layers.attention_builder import (
+from jenga.vllm_plugin.layers.attention.attention_builder import (
     JengaTritonMetadata,
     JengaTritonMetadataBuilder,
 )
-from jenga.vllm_plugin.layers.budget_steps import (
+from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend, JengaTritonImpl
+from jenga.vllm_plugin.layers.attention.budget_steps import (
     Numbers,
     Packing,
     Scoring,

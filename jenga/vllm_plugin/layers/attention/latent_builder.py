@@ -22,8 +22,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from jenga.vllm_plugin.layers.attention_builder import fill_rejected_slots
-from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
+from jenga.vllm_plugin.layers.attention.attention_builder import fill_rejected_slots
+from jenga.vllm_plugin.layers.attention.captured_plans import CapturedPlans
 from jenga.vllm_plugin.layers.cpu_serving import prepare_device
 from jenga.vllm_plugin.settings.environment import read_settings
 from jenga.vllm_plugin.settings.speculation import DRAFT_PREFIX, drafted_query_tokens

@@ -17,8 +17,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from jenga.errors import InvariantError
-from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadata
-from jenga.vllm_plugin.layers.replay_counts import Replay
+from jenga.vllm_plugin.layers.recurrent.mamba_builder import JengaMambaMetadata
+from jenga.vllm_plugin.layers.recurrent.replay_counts import Replay
 from jenga_kernels.recurrent.causal_conv import causal_conv
 from jenga_kernels.recurrent.conv_update import conv_update
 

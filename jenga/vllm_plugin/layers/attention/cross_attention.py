@@ -15,11 +15,11 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from jenga.errors import InvariantError
-from jenga.vllm_plugin.layers.attention import JengaTritonBackend, JengaTritonImpl
-from jenga.vllm_plugin.layers.attention_builder import (
+from jenga.vllm_plugin.layers.attention.attention_builder import (
     JengaTritonMetadata,
     JengaTritonMetadataBuilder,
 )
+from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.worker.step_mailbox import StepMailbox
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from jenga.errors import InvariantError
-from jenga.vllm_plugin.layers.attention import JengaTritonBackend, JengaTritonImpl
-from jenga.vllm_plugin.layers.attention_builder import JengaTritonMetadataBuilder
+from jenga.vllm_plugin.layers.attention.attention_builder import JengaTritonMetadataBuilder
+from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec, image_tokens
 from jenga_kernels.attention.attention_merge import attention_merge
 from jenga_kernels.attention.paged_attention import paged_attention

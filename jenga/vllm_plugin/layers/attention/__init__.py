@@ -1,0 +1,1 @@
+"""Backends of attention: keys and values, latents, encoder outputs, images, token budgets."""

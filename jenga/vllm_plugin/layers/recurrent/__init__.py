@@ -1,0 +1,1 @@
+"""Recurrent layers: Mamba, linear attention, gated delta rules and short convolutions."""
