@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jenga", "jenga_kernels")
+
+MOST_MODULES = 16
+"""Modules of a folder that a reader can still survey, not counting its `__init__`."""
 
 
 def text_of(name):
@@ -75,6 +79,15 @@ def test_the_documented_tree_is_the_files(package):
     named = [name for name in documented_tree() if name.startswith(f"{package}/")]
 
     assert sorted(named) == sorted(modules_of(package))
+
+
+@pytest.mark.parametrize("top", [*PACKAGES, "perf", "tests"])
+def test_no_folder_has_more_modules_than_a_reader_can_survey(top):
+    paths = [path for path in (ROOT / top).rglob("*.py") if path.name != "__init__.py"]
+    counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in paths)
+
+    assert len(counts) > 1
+    assert {name: count for name, count in counts.items() if count > MOST_MODULES} == {}
 
 
 def test_every_operation_has_a_reference_and_every_reference_an_operation():
