@@ -506,7 +506,8 @@ class Manager:
         self._requests[request_id] = request
         if self._prefix_caching and hit is not None:
             request.prefix_hashes = hit.prefix_hashes
-            self._images.note_hit(request, hit)
+            if facts.images:
+                self._images.record_hit(request, hit)
             self._checkpoints.admit_request(request, hit)
         self._gate.record_admission(request_id, hit)
         return tuple(taken)

@@ -212,7 +212,7 @@ class RunningImages:
                 self._host.order_image_loads(found.table, request, found.host_pages)
         self._loaded = request, {found.table.index: found.host_pages for found in all_found}
 
-    def note_hit(self, request: Request, hit: PrefixHit) -> None:
+    def record_hit(self, request: Request, hit: PrefixHit) -> None:
         """Record which images an admitted request loads from host memory, with its hit."""
         self._loaded = (
             request,

@@ -99,7 +99,7 @@ class CacheEvents:
         for change in self._manager.take_changes():
             self._add(change, request)
 
-    def note_hit(self, request: "Request", hit: PrefixHit) -> None:
+    def record_hit(self, request: "Request", hit: PrefixHit) -> None:
         """Report the pages of a hit as stored once more.
 
         It serves requests that ask for events of all pages that they read.

@@ -415,9 +415,9 @@ class JengaKVCacheManager:
             most_tokens = min(most_tokens, max_cache_hit_length)
         hit = self._encoders.settle(request, self._lookup(request, most_tokens))
         if self._images is not None and request.mm_features:
-            self._images.note_hit(request, hit)
+            self._images.record_hit(request, hit)
         if self._events is not None and _reports_hits(request):
-            self._events.note_hit(request, hit)
+            self._events.record_hit(request, hit)
         # A hit of 0 tokens is passed on too: it says where the request branches off from others.
         page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
         return PageTables(page_ids, hit), hit.num_tokens, 0

@@ -82,7 +82,7 @@ class ImageBook:
         self._hit = None
         return encoded
 
-    def note_hit(self, request: "Request", hit: PrefixHit) -> None:
+    def record_hit(self, request: "Request", hit: PrefixHit) -> None:
         """Record the hit with which a request may be admitted."""
         self._hit = (request.request_id, hit)
 

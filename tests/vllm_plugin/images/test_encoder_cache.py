@@ -138,7 +138,7 @@ class Engine:
 
     def admit(self, each, chunk):
         hit = self.manager.lookup([], max_tokens=0, facts=self.facts(each))
-        self.book.note_hit(each, hit)
+        self.book.record_hit(each, hit)
         if not self.schedule(each, chunk):
             self.cache.free(each)
             return False
