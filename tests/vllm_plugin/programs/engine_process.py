@@ -246,26 +246,6 @@ def run_empty_steps(llm, number):
         llm.llm_engine.engine_core.execute_dummy_batch()
 
 
-def round_what_the_cpu_truncates():
-    """Give vLLM's CPU store keys and values that float8_e4m3fn holds exactly.
-
-    It drops the bits that do not fit, where its GPU build rounds to nearest.
-    """
-    import torch
-    from vllm import _custom_ops as ops
-
-    store = ops.cpu_attn_reshape_and_cache
-
-    def rounded(values, scale):
-        return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype) * scale
-
-    def round_and_store(key, value, *args, k_scale, v_scale, **kwargs):
-        key, value = rounded(key, k_scale), rounded(value, v_scale)
-        store(key, value, *args, k_scale=k_scale, v_scale=v_scale, **kwargs)
-
-    ops.cpu_attn_reshape_and_cache = round_and_store
-
-
 def round_what_layers_store(dtype_name):
     """Let all attention layers store what another element type holds exactly."""
     import torch
@@ -358,8 +338,6 @@ def answers_of_turns(llm, sampling, outputs, turns):
 
 def change_what_layers_store(job):
     """Change what vLLM's layers store as a job says."""
-    if job.get("round_stock_fp8"):
-        round_what_the_cpu_truncates()
     if job.get("stores_rounded_to"):
         round_what_layers_store(job["stores_rounded_to"])
     if job.get("latent_scales"):
