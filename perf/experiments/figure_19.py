@@ -100,7 +100,7 @@ class EncoderClock:
 
 AGAIN, OWN_PAGES, KV_PAGES = "run again", "own pages", "pages of keys and values"
 WAYS = (AGAIN, OWN_PAGES, KV_PAGES)
-"""What becomes of embeddings; see the module's text."""
+"""Places of embeddings, described in the module's text."""
 
 
 def cases() -> Iterator[Case]:

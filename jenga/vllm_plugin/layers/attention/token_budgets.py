@@ -296,8 +296,7 @@ def follow_prompts(model_runner: Any) -> None:  # noqa: ANN401
             return _no_prompts(common)
         return states.prompt_len.np[slots]
 
-    is_second = hasattr(model_runner, "req_states")
-
+    is_second = hasattr(model_runner, "model_state")
     tables: Sequence[Any] = getattr(model_runner, "attn_groups", ())
     for groups in tables:
         for group in groups:
