@@ -215,13 +215,14 @@ def test_preempted_requests_choose_again_what_they_chose(llama, run_engine):
 def test_the_second_model_runner_keeps_what_a_dense_model_chooses(budgets, llama, run_engine):
     ours = run_engine(
         llama,
-        prompts_of_lengths((20, 150, 120, 130, 110), seed=43, shared_tokens=16),
+        prompts_of_lengths((20, 80, 70, 75), seed=43, shared_tokens=16),
         max_tokens=45,
         options=with_budgets(
             budgets,
+            max_model_len=128,
             max_num_batched_tokens=37,
-            max_num_seqs=5,
-            kv_cache_memory_bytes=SMALL_ARENA_BYTES,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=SMALL_ARENA_BYTES // 2,
             enable_prefix_caching=True,
         ),
         environment={V2_RUNNER: "1", "VLLM_LOGGING_LEVEL": "INFO"},
