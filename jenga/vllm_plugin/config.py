@@ -164,7 +164,6 @@ def _unserved_with_images(vllm_config: "VllmConfig") -> list[str]:
         return []
     multimodal = vllm_config.model_config.multimodal_config
     checks = {
-        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
         "--kv-cache-dtype int4_per_token_head": (
             vllm_config.cache_config.cache_dtype == "int4_per_token_head"

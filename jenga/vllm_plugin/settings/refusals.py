@@ -200,11 +200,10 @@ class Refusal(Enum):
     IMAGE_ATTENTION = Words(
         feature="an option that is not served with cross attention to images (Llama 3.2 Vision)",
         reason=(
-            "only the first rank of a pipeline encodes images, and passes no image on; images are "
-            "stored for steps without drafts, from pixels that the engine process sees, in "
-            "elements of at least 8 bits"
+            "images are stored for steps without drafts, from pixels that the engine process sees, "
+            "in elements of at least 8 bits"
         ),
-        instead="leave the option out; --tensor-parallel-size for several devices",
+        instead="leave the option out",
     )
     TOKEN_BUDGETS = Words(
         feature="an option that is not served with token budgets of layers (kv_token_budgets)",

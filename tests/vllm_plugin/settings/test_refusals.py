@@ -118,10 +118,6 @@ CONFIGURED = {
         "environment": {V2_RUNNER: "1"},
         "met": "speculative decoding",
     },
-    "IMAGE_ATTENTION-pipeline": {
-        "options": {"model": "{mllama}", "pipeline_parallel_size": 2},
-        "met": "pipeline parallelism",
-    },
     "IMAGE_ATTENTION-cache_of_pixels": {
         "options": {"model": "{mllama}", "mm_processor_cache_type": "shm"},
         "met": "--mm-processor-cache-type shm",
