@@ -5,12 +5,13 @@ All run on the same pages.
 python -m perf.kernels.bench_delta [--only qwen3-next] [--peers vllm] [--dry-run]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from jenga_kernels.checks.states import Checkpoints
+from jenga_kernels.plans.delta_plan import DeltaPlan
 from jenga_kernels.recurrent.delta_scan import delta_scan
 from jenga_kernels.recurrent.delta_update import delta_update
 from perf.harness.timing import Benchmark, Row, read_roofline
@@ -124,7 +125,11 @@ def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
 
 
 def jenga_scan(
-    batch: DeltaBatch, checkpoints: Checkpoints | None = None, *, is_portable: bool | None = None
+    batch: DeltaBatch,
+    checkpoints: Checkpoints | None = None,
+    *,
+    is_portable: bool | None = None,
+    plan: DeltaPlan | None = None,
 ) -> Callable[[], None]:
     slots = batch.slots[:, 0]
 
@@ -142,6 +147,7 @@ def jenga_scan(
             dt_bias=batch.dt_bias,
             checkpoints=checkpoints,
             is_portable=is_portable,
+            plan=plan,
         )
 
     return launch
@@ -277,8 +283,11 @@ def flashinfer_scan(batch: DeltaBatch) -> Callable[[], None]:
     return launch
 
 
-UPDATE_PEERS = {"jenga": jenga_update, "vllm": vllm_update}
-SCAN_PEERS = {
+Peers = Mapping[str, Callable[[DeltaBatch], Callable[[], None]]]
+"""Name of an implementation -> function that prepares its launch."""
+
+UPDATE_PEERS: Peers = {"jenga": jenga_update, "vllm": vllm_update}
+SCAN_PEERS: Peers = {
     "jenga": jenga_scan,
     "jenga-keep-512": jenga_checkpoints,
     "jenga-plain": partial(jenga_scan, is_portable=True),
@@ -290,14 +299,14 @@ OURS = ("jenga", "jenga-keep-512")
 """Implementations that are measured whatever peers are selected."""
 
 
-def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bool) -> None:
+def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, peers: Peers) -> None:
     """Add a row for each implementation that supports the batch."""
     num_tokens = len(batch.mixed)
     state_bytes = batch.model.state_elements * batch.states.element_size()
     num_bytes = num_tokens * batch.model.token_elements * batch.mixed.element_size()
     # Each request reads one state and writes one to each of its slots.
     num_bytes += state_bytes * (len(batch.slots) + batch.slots.numel())
-    for peer, prepare in (SCAN_PEERS if is_prompt else UPDATE_PEERS).items():
+    for peer, prepare in peers.items():
         if peer not in OURS and not benchmark.wants_peer(peer):
             continue
         try:
@@ -352,7 +361,7 @@ def main(arguments: list[str] | None = None) -> None:
                         make_delta_batch(
                             model, lengths, dtype, benchmark.device, num_steps=num_steps
                         ),
-                        is_prompt=is_prompt,
+                        SCAN_PEERS if is_prompt else UPDATE_PEERS,
                     )
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
