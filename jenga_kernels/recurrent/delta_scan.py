@@ -15,6 +15,7 @@ from jenga_kernels.reference.recurrent import delta_scan as reference
 from jenga_kernels.triton.delta.chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta.chunks_heads import delta_chunks_heads_kernel
 from jenga_kernels.triton.delta.fused import delta_fused_kernel
+from jenga_kernels.triton.delta.groups import STRIDES
 from jenga_kernels.triton.delta.scan import delta_scan_kernel
 from jenga_kernels.triton.delta.segments import (
     delta_pass_states_kernel,
@@ -28,7 +29,7 @@ from jenga_kernels.triton.delta.tiles import (
     has_hopper_delta_scan,
     hopper_programs,
 )
-from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.addressing import named_strides
 from jenga_kernels.triton.lib.tiles import machine_of, overlapping, power_of_two
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
@@ -273,8 +274,8 @@ def _launches(
     # A program that waits for the first kernel must not hold all the shared memory of a
     # multiprocessor, because the first kernel needs it.
     is_overlapped = is_ahead and is_shared and machine.has_dependent_launches
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     shared = {
+        **named_strides(given._asdict(), STRIDES),
         "stride_slots": given.state_slots.stride(0),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,
@@ -290,14 +291,6 @@ def _launches(
             "scale": scale,
             "num_requests": num_requests,
             "num_tokens": num_tokens,
-            "stride_q_token": strides(given.q)[0],
-            "stride_q_head": strides(given.q)[1],
-            "stride_k_token": strides(given.k)[0],
-            "stride_k_head": strides(given.k)[1],
-            "stride_gates_token": strides(given.gates)[0],
-            "stride_gates_head": strides(given.gates)[1] if is_per_channel else 0,
-            "stride_betas_token": strides(given.betas)[0],
-            "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
             "IS_NORMALIZED": given.qk_l2norm,
             "PRECISION": _precision(given),
             "IS_OVERLAPPED": is_overlapped,
@@ -309,13 +302,6 @@ def _launches(
     walk = shared | {
         "num_tokens_of_all": num_tokens,
         "num_chunks": num_chunks,
-        "stride_out_token": strides(given.out)[0],
-        "stride_out_head": strides(given.out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_v_token": strides(given.v)[0],
-        "stride_v_head": strides(given.v)[1],
         "stride_initial": given.initial_slots.stride(0),
         "HEAD_V_DIM": head_v_dim,
         "IS_PER_CHANNEL": is_per_channel,
@@ -325,6 +311,23 @@ def _launches(
         options = overlapping(machine) if is_overlapped else {}
         yield _launch_ahead(given, chunks, walk | stages | options)
         return
+    yield from _scan_launches(given, tiles, walk, plan)
+
+
+def _scan_launches(
+    given: _Arguments, tiles: DeltaTiles, walk: dict[str, object], plan: DeltaPlan
+) -> Iterator[Launch]:
+    """List the launches after the chunks have been prepared: the scan, for segments if there are.
+
+    Args:
+        given: Arguments of the call.
+        tiles: Tiles of the scan.
+        walk: Constants of the scan.
+        plan: Plan of the call.
+    """
+    num_requests, num_tokens = len(given.state_slots), given.v.shape[0]
+    num_v_heads, head_v_dim, head_k_dim = given.states.shape[1:]
+    num_segments = plan.num_segments(num_requests, num_tokens)
     block_values = tiles.block_values
     num_blocks = triton.cdiv(head_v_dim, block_values)
     walk |= {
@@ -375,26 +378,12 @@ def _fused_launch(given: _Arguments, scale: float, tiles: DeltaTiles) -> Launch:
     _, num_v_heads, head_v_dim = given.v.shape
     _, num_qk_heads, head_k_dim = given.q.shape
     fused = delta_fused_tiles(machine_of(given.v.device), tiles, head_v_dim)
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     return Launch(
         kernel=delta_fused_kernel,
         grid=(triton.cdiv(head_v_dim, fused.block_values) * num_v_heads, len(given.state_slots)),
         constants={
+            **named_strides(given._asdict(), STRIDES),
             "scale": scale,
-            "stride_out_token": strides(given.out)[0],
-            "stride_out_head": strides(given.out)[1],
-            "stride_states_slot": stride_slot,
-            "stride_states_head": stride_head,
-            "stride_states_dim": stride_dim,
-            "stride_q_token": strides(given.q)[0],
-            "stride_q_head": strides(given.q)[1],
-            "stride_k_token": strides(given.k)[0],
-            "stride_k_head": strides(given.k)[1],
-            "stride_v_token": strides(given.v)[0],
-            "stride_v_head": strides(given.v)[1],
-            "stride_gates_token": strides(given.gates)[0],
-            "stride_betas_token": strides(given.betas)[0],
-            "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
             "stride_initial": given.initial_slots.stride(0),
             "stride_slots": given.state_slots.stride(0),
             "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
