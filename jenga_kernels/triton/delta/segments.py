@@ -273,6 +273,8 @@ def delta_pass_states_kernel(
     for _ in range(first, last):
         left = tl.load(segment_states_ptr + in_left, mask=in_state, other=0.0)  # [V, K]
         carried = tl.load(segment_states_ptr + in_carried, mask=in_matrix, other=0.0)  # [K, K]
+        # Other threads may have read what is overwritten here.
+        tl.debug_barrier()
         tl.store(segment_states_ptr + in_left, h, mask=in_state)
         # Three products of tensor cores are about as accurate as float32.
         h = tl.dot(h, carried, left, input_precision="tf32x3")
