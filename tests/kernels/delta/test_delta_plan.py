@@ -328,6 +328,8 @@ def test_delta_plan_fused_compiles_to_one_kernel_without_spills(capability):
 def test_delta_plan_in_segments_compiles_without_spills(capability):
     kernels = compile_job(compile_cut, capability)
 
+    # Chunks are prepared as without a plan, by a kernel with tests of its own.
+    kernels = [kernel for kernel in kernels if "chunks" not in kernel.name]
     names = [kernel.name.removeprefix("delta_") for kernel in kernels]
     assert names.count("segment_states_kernel") == names.count("scan_kernel") == 3
     for kernel in kernels:
