@@ -10,22 +10,43 @@ from jenga_kernels.checks.delta import check_delta_rule, has_channel_decays
 from jenga_kernels.checks.states import Checkpoints, check_prompts, checkpoint_tensors
 from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, rebased, with_reference
+from jenga_kernels.plans.delta_plan import DeltaPlan
 from jenga_kernels.reference.recurrent import delta_scan as reference
 from jenga_kernels.triton.delta.chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta.chunks_heads import delta_chunks_heads_kernel
+from jenga_kernels.triton.delta.fused import delta_fused_kernel
 from jenga_kernels.triton.delta.groups import STRIDES
 from jenga_kernels.triton.delta.scan import delta_scan_kernel
+from jenga_kernels.triton.delta.segments import (
+    delta_pass_states_kernel,
+    delta_segment_states_kernel,
+)
 from jenga_kernels.triton.delta.tiles import (
     DeltaTiles,
+    delta_fused_tiles,
+    delta_pass_tiles,
     delta_scan_tiles,
     has_hopper_delta_scan,
     hopper_programs,
 )
 from jenga_kernels.triton.lib.addressing import named_strides
-from jenga_kernels.triton.lib.tiles import machine_of, overlapping
+from jenga_kernels.triton.lib.tiles import machine_of, overlapping, power_of_two
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
 """Results of the first kernel that the second one loads by TMA."""
+
+LEAST_REQUESTS = 128
+"""Fewest entries that a program searches for the request of a segment."""
+
+UNCUT = {
+    "segment_states_ptr": None,
+    "num_requests": None,
+    "segment_tokens": None,
+    "BLOCK_R": None,
+}
+"""Arguments of the scan when no request is cut into segments."""
+
+_USUAL = DeltaPlan()
 
 _calls: Calls = {}
 
@@ -75,6 +96,7 @@ def delta_scan(
     qk_l2norm: bool = True,
     checkpoints: Checkpoints | None = None,
     is_portable: bool | None = None,
+    plan: DeltaPlan | None = None,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
@@ -85,7 +107,9 @@ def delta_scan(
     Requests whose state slot is `NULL_SLOT` are padding: their output is zero, and nothing else is
     read or written. No request may write a slot that another one reads or writes. While it runs, a
     call allocates two rows of a chunk's length for each token and value head, and copies of queries
-    and keys.
+    and keys. A plan may avoid that with one kernel, or cut long requests into segments that are
+    scanned in parallel. Segments allocate head_k_dim * (head_v_dim + head_k_dim) numbers in float32
+    for each segment and value head. Their results may differ in rounding.
 
     Args:
         out: Outputs, written in place, shape and dtype of v.
@@ -118,9 +142,12 @@ def delta_scan(
             would leave multiprocessors idle, as for one prompt of few heads. On an H100, that
             kernel takes 1.08 times as long for one prompt of 2048 tokens through 32 heads, and 0.88
             times if every channel has its own decay (`perf.kernels.bench_delta`).
+        plan: Kernels to use, and segments to cut requests into. None means one kernel that prepares
+            chunks and one that scans whole requests. With another plan, the kernels are generic.
 
     Raises:
-        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+        ValueError: If a shape, dtype, stride, alignment or device does not fit, or the plan is for
+            a fused kernel and every channel has its own decay.
 
     Source: the rule is that of "Gated Delta Networks: Improving Mamba2 with Delta Rule"
     (arXiv 2412.06464). With a decay for each channel, it is that of "Kimi Linear"
@@ -145,10 +172,11 @@ def delta_scan(
         *checkpoint_tensors(checkpoints),
         is_portable,
     )
-    call = call_like(_calls, *given)
+    plan = _USUAL if plan is None else plan
+    call = call_like(_calls, *given, plan)
     is_first = call.launches is None
     if is_first or shows_values(v):  # on a CPU, values are checked in every call
-        scale = _check(_Arguments(*given), checkpoints)
+        scale = _check(_Arguments(*given), checkpoints, plan)
     if len(state_slots) == 0:
         return
     if is_first:
@@ -159,18 +187,31 @@ def delta_scan(
             v.element_size(),
             is_per_channel=has_channel_decays(gates),
         )
+    tensors = dict(zip(_POINTERS, given, strict=True))
+    if plan.is_fused:
+        if is_first:
+            call.launches = [_fused_launch(_Arguments(*given), scale, call.facts)]
+        call.run(tensors)
+        return
+    num_segments = plan.num_segments(len(state_slots), v.shape[0])
     chunks = _chunk_tensors(q, v, gates, state_slots, checkpoints, call.facts)
+    if num_segments is not None:
+        chunks |= _segment_tensors(states, num_segments)
     if is_first:
-        call.launches = list(_launches(_Arguments(*given), scale, call.facts, chunks))
-    call.run(dict(zip(_POINTERS, given, strict=True)) | chunks)
+        launches = _launches(_Arguments(*given), scale, call.facts, chunks, plan)
+        call.launches = list(launches)
+    call.run(tensors | chunks)
 
 
-def _check(given: _Arguments, checkpoints: Checkpoints | None) -> float:
+def _check(given: _Arguments, checkpoints: Checkpoints | None, plan: DeltaPlan) -> float:
     """Check a call, and return the factor of its queries.
 
     Raises:
         ValueError: If something does not fit.
     """
+    if plan.is_fused and has_channel_decays(given.gates):
+        msg = f"plan must not be fused if every channel has its own decay, got {plan}"
+        raise ValueError(msg)
     scale = check_delta_rule(
         given.out,
         given.states,
@@ -200,22 +241,29 @@ def _launches(
     scale: float,
     tiles: DeltaTiles,
     chunks: dict[str, torch.Tensor | None],
+    plan: DeltaPlan,
 ) -> Iterator[Launch]:
     """List the launches of a call: a kernel that prepares its chunks, then one that scans them.
+
+    If requests are cut into segments, two kernels between them compute the states of segments.
 
     Args:
         given: Arguments of the call.
         scale: Factor of the queries.
         tiles: Tiles of both kernels.
         chunks: Tensors that the first kernel writes for the second.
+        plan: Plan of the call.
     """
     machine = machine_of(given.v.device)
     num_tokens, num_v_heads, head_v_dim = given.v.shape
     _, num_qk_heads, head_k_dim = given.q.shape
     num_requests, num_chunks = len(given.state_slots), chunks["decays_ptr"].shape[1]
     is_per_channel = has_channel_decays(given.gates)
-    is_ahead = not given.is_portable and has_hopper_delta_scan(
-        machine, head_k_dim, given.v, tiles.block_tokens
+    num_segments = plan.num_segments(num_requests, num_tokens)
+    is_ahead = (
+        not given.is_portable
+        and num_segments is None
+        and has_hopper_delta_scan(machine, head_k_dim, given.v, tiles.block_tokens)
     )
     num_programs = hopper_programs(given.v) * num_requests
     if is_ahead and given.is_portable is None and not is_per_channel:
@@ -226,9 +274,6 @@ def _launches(
     # A program that waits for the first kernel must not hold all the shared memory of a
     # multiprocessor, because the first kernel needs it.
     is_overlapped = is_ahead and is_shared and machine.has_dependent_launches
-    precision = "float16" if given.qk_l2norm else "tf32"
-    if given.v.dtype == torch.float32:
-        precision = "ieee"
     shared = {
         **named_strides(given._asdict(), STRIDES),
         "stride_slots": given.state_slots.stride(0),
@@ -247,7 +292,7 @@ def _launches(
             "num_requests": num_requests,
             "num_tokens": num_tokens,
             "IS_NORMALIZED": given.qk_l2norm,
-            "PRECISION": precision,
+            "PRECISION": _precision(given),
             "IS_OVERLAPPED": is_overlapped,
             "num_warps": tiles.chunk_warps,
             "num_stages": 1,
@@ -266,15 +311,113 @@ def _launches(
         options = overlapping(machine) if is_overlapped else {}
         yield _launch_ahead(given, chunks, walk | stages | options)
         return
+    yield from _scan_launches(given, tiles, walk, plan)
+
+
+def _scan_launches(
+    given: _Arguments, tiles: DeltaTiles, walk: dict[str, object], plan: DeltaPlan
+) -> Iterator[Launch]:
+    """List the launches after the chunks have been prepared: the scan, for segments if there are.
+
+    Args:
+        given: Arguments of the call.
+        tiles: Tiles of the scan.
+        walk: Constants of the scan.
+        plan: Plan of the call.
+    """
+    num_requests, num_tokens = len(given.state_slots), given.v.shape[0]
+    num_v_heads, head_v_dim, head_k_dim = given.states.shape[1:]
+    num_segments = plan.num_segments(num_requests, num_tokens)
     block_values = tiles.block_values
+    num_blocks = triton.cdiv(head_v_dim, block_values)
+    walk |= {
+        "BLOCK_V": block_values,
+        "NUM_V_HEADS": num_v_heads,
+        "num_warps": tiles.scan_warps,
+        "num_stages": tiles.scan_stages,
+    }
+    num_scans = num_requests
+    if num_segments is None:
+        walk |= UNCUT
+    else:
+        num_scans = num_segments
+        walk |= {
+            "num_requests": num_requests,
+            "segment_tokens": plan.segment_tokens,
+            "BLOCK_R": max(LEAST_REQUESTS, power_of_two(num_requests)),
+        }
+        rows_blocks = num_blocks + triton.cdiv(head_k_dim, block_values)
+        yield Launch(
+            kernel=delta_segment_states_kernel,
+            grid=(rows_blocks * num_v_heads, num_segments),
+            constants=walk,
+        )
+        yield _pass_launch(given, walk)
     yield Launch(
         kernel=delta_scan_kernel,
-        grid=(triton.cdiv(head_v_dim, block_values) * num_v_heads, num_requests),
-        constants=walk
+        grid=(num_blocks * num_v_heads, num_scans),
+        constants=walk,
+    )
+
+
+def _precision(given: _Arguments) -> str:
+    """Choose the precision of products that invert a chunk's matrix."""
+    if given.v.dtype == torch.float32:
+        return "ieee"
+    return "float16" if given.qk_l2norm else "tf32"
+
+
+def _fused_launch(given: _Arguments, scale: float, tiles: DeltaTiles) -> Launch:
+    """Build the launch of the kernel that prepares chunks where it scans them.
+
+    Args:
+        given: Arguments of the call.
+        scale: Factor of the queries.
+        tiles: Tiles of the two kernels that it replaces.
+    """
+    _, num_v_heads, head_v_dim = given.v.shape
+    _, num_qk_heads, head_k_dim = given.q.shape
+    fused = delta_fused_tiles(machine_of(given.v.device), tiles, head_v_dim)
+    return Launch(
+        kernel=delta_fused_kernel,
+        grid=(triton.cdiv(head_v_dim, fused.block_values) * num_v_heads, len(given.state_slots)),
+        constants={
+            **named_strides(given._asdict(), STRIDES),
+            "scale": scale,
+            "stride_initial": given.initial_slots.stride(0),
+            "stride_slots": given.state_slots.stride(0),
+            "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
+            "HEAD_K_DIM": head_k_dim,
+            "HEAD_V_DIM": head_v_dim,
+            "IS_NORMALIZED": given.qk_l2norm,
+            "PRECISION": _precision(given),
+            "BLOCK_T": fused.block_tokens,
+            "BLOCK_K": tiles.block_keys,
+            "BLOCK_V": fused.block_values,
+            "enable_fp_fusion": True,
+            "num_warps": fused.num_warps,
+            "num_stages": 1,
+        },
+    )
+
+
+def _pass_launch(given: _Arguments, constants: dict[str, object]) -> Launch:
+    """Build the launch of the kernel that computes the initial states of segments.
+
+    Args:
+        given: Arguments of the call.
+        constants: Constants of the kernel that computes what segments do to states.
+    """
+    num_v_heads, head_v_dim, head_k_dim = given.states.shape[1:]
+    tiles = delta_pass_tiles(machine_of(given.v.device), head_k_dim, head_v_dim)
+    return Launch(
+        kernel=delta_pass_states_kernel,
+        grid=(triton.cdiv(head_v_dim, tiles.block_values) * num_v_heads, len(given.state_slots)),
+        constants=constants
         | {
-            "BLOCK_V": block_values,
-            "num_warps": tiles.scan_warps,
-            "num_stages": tiles.scan_stages,
+            "BLOCK_V": tiles.block_values,
+            "num_warps": tiles.num_warps,
+            "num_stages": 1,
         },
     )
 
@@ -299,6 +442,15 @@ def _launch_ahead(
         constants=walk | constants | {"num_warps": 4},
         descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("v", *CHUNK_ROWS)),
     )
+
+
+def _segment_tensors(states: torch.Tensor, num_segments: int) -> dict[str, torch.Tensor]:
+    """Allocate what segments do to states, and their initial states."""
+    num_v_heads, head_v_dim, head_k_dim = states.shape[1:]
+    sizes = (num_segments, num_v_heads, head_v_dim + head_k_dim, head_k_dim)
+    return {
+        "segment_states_ptr": torch.empty(sizes, dtype=torch.float32, device=states.device),
+    }
 
 
 def _chunk_tensors(

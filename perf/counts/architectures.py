@@ -71,7 +71,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], Callable[[], o
             yield shape, prepare
         elif owner == "specialized" and capability == HOPPER:
             yield f"{shape}, specialised", prepare
-    for prompt in prompt_counts.launches():
+    for prompt in (*prompt_counts.launches(), *prompt_counts.delta_plans()):
         if prompt.owner == "jenga":
             yield prompt.name, prompt.prepare
 

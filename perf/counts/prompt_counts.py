@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from jenga_kernels.plans.delta_plan import DeltaPlan
 from jenga_kernels.triton.recurrent.tiles import CHUNK_TOKENS
 from perf.harness.compiled_launches import TILE_WIDTH, Counted, compiled_by, kinds
 from perf.kernels import bench_conv_update, bench_delta, bench_state_scan
@@ -182,6 +183,20 @@ def launches() -> Iterator[Prompt]:
         peers = {"jenga": bench_delta.jenga_scan, "vllm": bench_delta.vllm_scan}
         channels = model.num_v_heads * model.head_dim
         yield from _each(f"R delta_scan {model.name}", channels, delta, peers)
+
+
+def delta_plans() -> Iterator[Prompt]:
+    """Yield prompts of gated delta nets with plans that are not used by default."""
+    cpu = torch.device("cpu")
+    for model in (QWEN3_NEXT, KIMI_LINEAR):
+        delta = lambda m=model: make_delta_batch(m, [PROMPT_TOKENS], torch.float32, cpu)  # noqa: E731
+        channels = model.num_v_heads * model.head_dim
+        plans = {"in segments": DeltaPlan(segment_tokens=512)}
+        if not model.is_per_channel:
+            plans["fused"] = DeltaPlan(is_fused=True)
+        for name, plan in plans.items():
+            peers = {"jenga": partial(bench_delta.jenga_scan, plan=plan)}
+            yield from _each(f"R delta_scan {model.name}, {name}", channels, delta, peers)
 
 
 def _each(

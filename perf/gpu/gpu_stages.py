@@ -23,6 +23,7 @@ BENCHMARKS = (
     "bench_conv_update",
     "bench_delta --only qwen3-next",
     "bench_delta --only kimi-linear",
+    "bench_delta --only plans",
     "bench_state_scan --only jamba",
     "bench_state_scan --only nemotron",
     "bench_state_scan --only granite",

@@ -86,6 +86,11 @@ SMALL_TESTS = {
         "in_16_bits_keeps_what_it_would_end_with[heads]",
         "in_16_bits_keeps_what_it_would_end_with[channels]",
     ),
+    "delta_plan": (
+        "keeps_states_wherever_they_lie[fused]",
+        "keeps_states_wherever_they_lie[heads_cut]",
+        "keeps_states_wherever_they_lie[channels_cut]",
+    ),
 }
 """Operation -> a few tests of it, in bfloat16 and, if it supports them, in float8."""
 

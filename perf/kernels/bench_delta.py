@@ -3,19 +3,34 @@
 All run on the same pages.
 
 python -m perf.kernels.bench_delta [--only qwen3-next] [--peers vllm] [--dry-run]
+
+With `--only plans`, prompts run in each way that `delta_scan` has a plan for: with two kernels
+("jenga"), with one ("jenga-fused"), in segments of 512 tokens ("jenga-cut-512"), and in the way
+that `estimated_delta_plan` chooses ("jenga-estimated").
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from jenga_kernels.checks.states import Checkpoints
+from jenga_kernels.plans.delta_plan import DeltaPlan, estimated_delta_plan
 from jenga_kernels.recurrent.delta_scan import delta_scan
 from jenga_kernels.recurrent.delta_update import delta_update
+from jenga_kernels.triton.lib.tiles import machine_of
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.peers.attention_peers import UnsupportedError
-from perf.shapes.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS, DeltaBatch, make_delta_batch
+from perf.shapes.delta_shapes import (
+    DELTA_MODELS,
+    DRY_DELTA_MODELS,
+    EIGHT_HEADS,
+    KIMI_LINEAR,
+    QWEN3_NEXT,
+    QWEN3_NEXT_EIGHTH,
+    DeltaBatch,
+    make_delta_batch,
+)
 
 BATCHES = (1, 8, 64, 128, 256, 512, 1024)
 DRAFT_TOKENS = 4
@@ -27,6 +42,14 @@ PROMPTS = {
     "4x2048": [2048] * 4,
     "16 odd": [517, 33, 1200, 740, 5, 999, 250, 611] * 2,
 }
+PLANS = {
+    QWEN3_NEXT: ("4x2048", "16 odd", "1x2048"),
+    EIGHT_HEADS: ("1x8192", "1x2048"),
+    QWEN3_NEXT_EIGHTH: ("1x8192",),
+    KIMI_LINEAR: ("1x8192",),
+}
+"""Model -> prompts that run in each way of a plan. Segments are for those of few heads."""
+
 STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 CHECKPOINT_TOKENS = 512
 """Number of tokens between two checkpoints in the rows with checkpoints."""
@@ -124,7 +147,11 @@ def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
 
 
 def jenga_scan(
-    batch: DeltaBatch, checkpoints: Checkpoints | None = None, *, is_portable: bool | None = None
+    batch: DeltaBatch,
+    checkpoints: Checkpoints | None = None,
+    *,
+    is_portable: bool | None = None,
+    plan: DeltaPlan | None = None,
 ) -> Callable[[], None]:
     slots = batch.slots[:, 0]
 
@@ -142,6 +169,7 @@ def jenga_scan(
             dt_bias=batch.dt_bias,
             checkpoints=checkpoints,
             is_portable=is_portable,
+            plan=plan,
         )
 
     return launch
@@ -166,6 +194,20 @@ def jenga_checkpoints(batch: DeltaBatch) -> Callable[[], None]:
             slots=slots.to(device),
         ),
     )
+
+
+def jenga_estimated(batch: DeltaBatch) -> Callable[[], None]:
+    """Prepare our operation in the way that is estimated to be the fastest."""
+    plan = estimated_delta_plan(
+        machine_of(batch.mixed.device),
+        num_v_heads=batch.model.num_v_heads,
+        head_k_dim=batch.model.head_dim,
+        head_v_dim=batch.model.head_dim,
+        num_requests=len(batch.slots),
+        num_tokens=len(batch.mixed),
+        is_per_channel=batch.model.is_per_channel,
+    )
+    return jenga_scan(batch, plan=plan)
 
 
 def vllm_scan(batch: DeltaBatch) -> Callable[[], None]:
@@ -277,8 +319,11 @@ def flashinfer_scan(batch: DeltaBatch) -> Callable[[], None]:
     return launch
 
 
-UPDATE_PEERS = {"jenga": jenga_update, "vllm": vllm_update}
-SCAN_PEERS = {
+Peers = Mapping[str, Callable[[DeltaBatch], Callable[[], None]]]
+"""Name of an implementation -> function that prepares its launch."""
+
+UPDATE_PEERS: Peers = {"jenga": jenga_update, "vllm": vllm_update}
+SCAN_PEERS: Peers = {
     "jenga": jenga_scan,
     "jenga-keep-512": jenga_checkpoints,
     "jenga-plain": partial(jenga_scan, is_portable=True),
@@ -286,18 +331,28 @@ SCAN_PEERS = {
     "vllm": vllm_scan,
     "flashinfer": flashinfer_scan,
 }
+PLAN_PEERS: Peers = {
+    "jenga": jenga_scan,
+    "jenga-fused": partial(jenga_scan, plan=DeltaPlan(is_fused=True)),
+    "jenga-cut-256": partial(jenga_scan, plan=DeltaPlan(segment_tokens=256)),
+    "jenga-cut-512": partial(jenga_scan, plan=DeltaPlan(segment_tokens=512)),
+    "jenga-cut-1024": partial(jenga_scan, plan=DeltaPlan(segment_tokens=1024)),
+    "jenga-estimated": jenga_estimated,
+    "vllm": vllm_scan,
+    "flashinfer": flashinfer_scan,
+}
 OURS = ("jenga", "jenga-keep-512")
 """Implementations that are measured whatever peers are selected."""
 
 
-def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bool) -> None:
+def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, peers: Peers) -> None:
     """Add a row for each implementation that supports the batch."""
     num_tokens = len(batch.mixed)
     state_bytes = batch.model.state_elements * batch.states.element_size()
     num_bytes = num_tokens * batch.model.token_elements * batch.mixed.element_size()
     # Each request reads one state and writes one to each of its slots.
     num_bytes += state_bytes * (len(batch.slots) + batch.slots.numel())
-    for peer, prepare in (SCAN_PEERS if is_prompt else UPDATE_PEERS).items():
+    for peer, prepare in peers.items():
         if peer not in OURS and not benchmark.wants_peer(peer):
             continue
         try:
@@ -329,7 +384,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_delta",
         __doc__ or "",
-        ["tests/kernels/delta/test_delta_update.py", "tests/kernels/delta/test_delta_scan.py"],
+        [f"tests/kernels/delta/test_delta_{name}.py" for name in ("update", "scan", "plan")],
         arguments,
     )
     batches = (2,) if benchmark.is_dry else BATCHES
@@ -352,8 +407,15 @@ def main(arguments: list[str] | None = None) -> None:
                         make_delta_batch(
                             model, lengths, dtype, benchmark.device, num_steps=num_steps
                         ),
-                        is_prompt=is_prompt,
+                        SCAN_PEERS if is_prompt else UPDATE_PEERS,
                     )
+    plans = dict.fromkeys(DRY_DELTA_MODELS, prompts) if benchmark.is_dry else PLANS
+    for model, texts in plans.items():
+        for text in texts:
+            name = f"plans {model.num_qk_heads} and {model.num_v_heads} heads {text}"
+            if benchmark.wants_shape(name):
+                batch = make_delta_batch(model, prompts[text], torch.float32, benchmark.device)
+                measure(benchmark, name, batch, PLAN_PEERS)
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
 

@@ -47,6 +47,8 @@ class DeltaModel:
 
 QWEN3_NEXT = DeltaModel(name="qwen3-next-80b-a3b", num_qk_heads=16, num_v_heads=32)
 QWEN3_NEXT_HALF = DeltaModel(name="qwen3-next-80b-a3b tp2", num_qk_heads=8, num_v_heads=16)
+QWEN3_NEXT_EIGHTH = DeltaModel(name="qwen3-next-80b-a3b tp8", num_qk_heads=2, num_v_heads=4)
+EIGHT_HEADS = DeltaModel(name="2 and 8 heads", num_qk_heads=2, num_v_heads=8)
 KIMI_LINEAR = DeltaModel(
     name="kimi-linear-48b-a3b", num_qk_heads=32, num_v_heads=32, is_per_channel=True
 )

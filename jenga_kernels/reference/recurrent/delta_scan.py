@@ -3,6 +3,7 @@
 import torch
 
 from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
+from jenga_kernels.plans.delta_plan import DeltaPlan
 from jenga_kernels.reference.recurrent.delta_update import apply_token, delta_steps
 from jenga_kernels.reference.recurrent.state_scan import checkpoints_of
 from jenga_kernels.reference.recurrent.state_update import initial_state
@@ -26,6 +27,7 @@ def delta_scan(
     qk_l2norm: bool = True,
     checkpoints: Checkpoints | None = None,
     is_portable: bool | None = None,  # noqa: ARG001 - there is one kernel
+    plan: DeltaPlan | None = None,  # noqa: ARG001 - there is one way
 ) -> None:
     """Scan requests' tokens and write the states asked for; see the operation for the arguments."""
     steps = delta_steps(

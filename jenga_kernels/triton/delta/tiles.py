@@ -110,6 +110,74 @@ def delta_scan_tiles(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedTiles:
+    """Tiles of a fused `delta_scan`.
+
+    Attributes:
+        block_tokens: Tokens of a chunk.
+        block_values: Values of a program.
+        num_warps: Warps of a program.
+    """
+
+    block_tokens: int
+    block_values: int
+    num_warps: int
+
+
+def delta_fused_tiles(machine: Machine, tiles: DeltaTiles, head_v_dim: int) -> FusedTiles:
+    """Choose tiles for a fused `delta_scan`.
+
+    A program has a whole head of 128 values if possible, because each one prepares all chunks for
+    itself. Beside such a state, chunks of 64 tokens do not fit into registers.
+
+    Args:
+        machine: GPU, or interpreter, that runs the kernel.
+        tiles: Tiles of the two kernels that it replaces.
+        head_v_dim: Elements of a value.
+    """
+    block_tokens, block_values, num_warps = 32, 128, 8
+    if machine.is_interpreter or tiles.block_tokens < block_tokens:
+        block_tokens, block_values = tiles.block_tokens, tiles.block_values
+        num_warps = tiles.scan_warps
+    elif not machine.has_large_tiles:
+        block_values = 64
+    whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
+    return FusedTiles(
+        block_tokens=block_tokens,
+        block_values=min(whole_value, block_values),
+        num_warps=num_warps,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTiles:
+    """Tiles of the kernel of `delta_scan` that computes the initial states of segments.
+
+    Attributes:
+        block_values: Values of a program, rows of the state.
+        num_warps: Warps of a program.
+    """
+
+    block_values: int
+    num_warps: int
+
+
+def delta_pass_tiles(machine: Machine, head_k_dim: int, head_v_dim: int) -> PassTiles:
+    """Choose tiles for the kernel of `delta_scan` that computes the initial states of segments.
+
+    Args:
+        machine: GPU, or interpreter, that runs the kernel.
+        head_k_dim: Elements of a key.
+        head_v_dim: Elements of a value.
+    """
+    if machine.is_interpreter:
+        return PassTiles(block_values=max(LEAST_PRODUCT, power_of_two(head_v_dim)), num_warps=1)
+    # A warp has 16 columns of a state, so that the rows that it reads fit into registers.
+    whole_key = max(LEAST_PRODUCT, power_of_two(head_k_dim))
+    return PassTiles(block_values=LEAST_PRODUCT, num_warps=whole_key // LEAST_PRODUCT)
+
+
 HOPPER_KEYS = (64, 128)
 """Numbers of elements of a key that the scan for Hopper takes."""
 
