@@ -164,9 +164,7 @@ def _unserved_with_images(vllm_config: "VllmConfig") -> list[str]:
         return []
     multimodal = vllm_config.model_config.multimodal_config
     checks = {
-        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "the second model runner": vllm_config.use_v2_model_runner,
         "--kv-cache-dtype int4_per_token_head": (
             vllm_config.cache_config.cache_dtype == "int4_per_token_head"
         ),
@@ -199,7 +197,6 @@ def _unserved_with_budgets(vllm_config: "VllmConfig") -> list[str]:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "the second model runner": vllm_config.use_v2_model_runner,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "a model of images or audio": model.is_multimodal_model or model.is_encoder_decoder,

@@ -59,6 +59,7 @@ class Case:
         gpu: Kind of GPU of each rank.
         ranks: Number of tensor-parallel ranks.
         kv_format: Format of keys and values.
+        embeddings_in_kv_pages: As in `ReadOptions`.
         bytes_per_parameter: Size of a quantised weight, in bytes. None means the published format.
         arena_bytes: Size of the arena, in bytes. None means the memory that the weights leave.
         chunk_tokens: Largest number of tokens in a step.
@@ -81,6 +82,7 @@ class Case:
     gpu: str = "H100-80G"
     ranks: int = 1
     kv_format: KvFormat = KvFormat.MODEL
+    embeddings_in_kv_pages: bool = False
     bytes_per_parameter: float | None = None
     arena_bytes: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
@@ -115,7 +117,10 @@ class Case:
         """Return the layers of one rank, its arena, and the roofline of the first model."""
         facts, gpu = self.facts, find_gpu(self.gpu)
         options = ReadOptions(
-            tensor_parallel=self.ranks, kv_format=self.kv_format, draft_tokens=self.draft_tokens
+            tensor_parallel=self.ranks,
+            kv_format=self.kv_format,
+            draft_tokens=self.draft_tokens,
+            embeddings_in_kv_pages=self.embeddings_in_kv_pages,
         )
         model = served_model(facts, options)
         weights = weights_of(facts[0], ranks=self.ranks)

@@ -1,6 +1,6 @@
 """Two served models on one GPU whose loads peak at different times: three ways to share memory.
 
-python -m perf.experiments.shared_arena [--requests 600] [--save FILE]
+python -m perf.experiments.shared_arena [--seed 1] [--save]
 
 Both models run on one H100 with 80 GB. Each has its own requests, whose rate rises and falls, and
 one is at its peak while the other is at its lowest. The memory that both models' weights leave is
@@ -43,6 +43,7 @@ from jenga.sim.planning.plan import served_model
 from jenga.sim.replays.replay import Replay
 from jenga.sim.replays.shared import SharedGpu, run_together
 from jenga.sim.workload.requests import Piece, Request
+from perf.experiments.frame import FOLDER
 
 MODELS = ("llama-3.1-8b", "gemma-3-12b")
 GPU = "H100-80G"
@@ -51,6 +52,9 @@ LARGE_PAGE_BYTES = 10 << 20
 
 GIGABYTE = 1 << 30
 WAYS = ("static", "gigabytes", "pages")
+ROWS = FOLDER / "shared_arena.jsonl"
+"""Rows of the last full runs."""
+
 PERIOD_S = 300.0
 """Seconds from one peak of a model to its next."""
 
@@ -65,6 +69,8 @@ class Outcome:
     Attributes:
         way: One of `WAYS`.
         model: Its name.
+        seed: Seed of the requests.
+        rate: Requests of the model per second, on average.
         num_requests: Requests that ended.
         output_tokens_per_s: Output tokens per modelled second.
         hit_rate: Share of prompt tokens that were cached.
@@ -76,6 +82,8 @@ class Outcome:
 
     way: str
     model: str
+    seed: int
+    rate: float
     num_requests: int
     output_tokens_per_s: float
     hit_rate: float
@@ -167,12 +175,14 @@ def compare(way: str, num_requests: int, rate: float, seed: int) -> list[Outcome
         direct.broker.check()
         books.close()
     return [
-        _outcome(way, name, replay, ended[name])
+        _outcome(replay, ended[name], way=way, name=name, seed=seed, rate=rate)
         for name, replay in zip(MODELS, replays, strict=True)
     ]
 
 
-def _outcome(way: str, name: str, replay: Replay, ended: Sequence[ActiveRequest]) -> Outcome:
+def _outcome(
+    replay: Replay, ended: Sequence[ActiveRequest], *, way: str, name: str, seed: int, rate: float
+) -> Outcome:
     waits = sorted(
         active.first_token_s - active.arrival_s
         for active in ended
@@ -181,6 +191,8 @@ def _outcome(way: str, name: str, replay: Replay, ended: Sequence[ActiveRequest]
     return Outcome(
         way=way,
         model=name,
+        seed=seed,
+        rate=rate,
         num_requests=replay.num_finished,
         output_tokens_per_s=replay.output_tokens / replay.time_s,
         hit_rate=replay.hit_tokens / replay.prompt_tokens,
@@ -212,15 +224,36 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(aligned(rows, alignment="<<" + ">" * (len(rows[0]) - 2)))
 
 
+def read_outcomes(path: Path = ROWS) -> list[Outcome]:
+    """Read the rows of a file; there are none if it does not exist."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [Outcome(**json.loads(line)) for line in lines]
+
+
+def save(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Write rows, which replace older rows of the same seed."""
+    seeds = {each.seed for each in outcomes}
+    rows = [each for each in read_outcomes(path) if each.seed not in seeds] + list(outcomes)
+    rows.sort(key=lambda each: each.seed)
+    path.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in rows), encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the ways, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=600, help="requests of each model")
-    parser.add_argument("--rate", type=float, default=1.0, help="mean requests a second of each")
+    parser.add_argument("--requests", type=int, default=400, help="requests of each model")
+    parser.add_argument("--rate", type=float, default=1.6, help="mean requests a second of each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the rows as JSON lines")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        nargs="?",
+        const=ROWS,
+        metavar="FILE",
+        help="write the rows as JSON lines (default: into perf/results/cpu/experiments)",
+    )
     options = parser.parse_args(arguments)
     outcomes: list[Outcome] = []
     for way in WAYS:
@@ -229,8 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{way}: replayed in {time.monotonic() - begin_s:.0f} s", flush=True)
     print(table(outcomes))
     if options.save is not None:
-        lines = [json.dumps(asdict(each)) for each in outcomes]
-        options.save.write_text("\n".join(lines) + "\n")
+        save(outcomes, options.save)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from perf.serving.cases import STOCK as STOCK_NAME
 from perf.serving.results import Group, Results
 from perf.serving.table import HITS_LOAD
 from perf.sweeps.sweep_eviction import CASES, STOCK
+from perf.tables import experiment_tables
 from perf.tables.gpu_rows import GROUPS, OURS, compare, read_groups, unsteady
 from perf.tables.recipe_plans import LENGTH_TOKENS
 from perf.tables.recipe_plans import OURS as PLANNED
@@ -38,8 +39,10 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 BENCHMARKS = DOCS / "benchmarks.md"
 HOST_MEMORY = DOCS / "host-memory.md"
+PAPER_MODELS = DOCS / "paper-models.md"
 RECIPES = DOCS / "recipes.md"
 RECURRENT_STATES = DOCS / "recurrent-states.md"
+SHARED_ARENA = DOCS / "shared-arena.md"
 SUPPORTED_MODELS = DOCS / "supported-models.md"
 NOTES = RESULTS / "cpu" / "NOTES.md"
 
@@ -456,6 +459,10 @@ TABLES = (
     Table(RECURRENT_STATES, "steps that seldom write", seldom_written),
     Table(RECIPES, "plans", plans),
     Table(SUPPORTED_MODELS, "architectures", architectures),
+    Table(PAPER_MODELS, "figure 19", experiment_tables.encoders),
+    Table(PAPER_MODELS, "figure 20", experiment_tables.drafts),
+    Table(SHARED_ARENA, "sharing", lambda: experiment_tables.sharing(seed=0)),
+    Table(SHARED_ARENA, "sharing, other requests", lambda: experiment_tables.sharing(seed=1)),
     Table(NOTES, "models", models),
 )
 

@@ -180,6 +180,13 @@ SERVED = {
         "Model runner V2": (
             "engine/test_model_runner_v2.py::test_replayed_steps_generate_what_transformers_generates"
         ),
+        "Cross attention to images on model runner V2 (Llama 3.2 Vision)": (
+            "images/test_mllama.py::test_the_second_model_runner_stores_images_and_finds_them_again"
+        ),
+        "Token budgets of layers on model runner V2": (
+            "attention/test_token_budgets.py"
+            "::test_the_second_model_runner_keeps_what_a_dense_model_chooses"
+        ),
         "`torch.compile`": (
             "engine/test_compiled_engine.py::test_a_compiled_model_generates_what_it_does_step_by_step"
         ),

@@ -274,6 +274,13 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
                 vllm_config, maybe_prefix(prefix, "language_model")
             )
 
+    @staticmethod
+    def get_model_state_cls() -> type[Any]:
+        """Get the class through which vLLM's second model runner encodes and stores images."""
+        from jenga.vllm_plugin.models.mllama_state import MllamaState
+
+        return MllamaState
+
     def embed_multimodal(self, **kwargs: Any) -> list[torch.Tensor]:  # noqa: ANN401
         """Encode images.
 

@@ -280,21 +280,6 @@ def _strip_covered_mm_data(original: Function) -> Function:
     return strip
 
 
-def _get_v2_model_runner_unsupported_features(original: Function) -> Function:
-    @functools.wraps(original)
-    def get_unsupported_features(self: Any) -> list[str]:  # noqa: ANN401
-        from jenga.vllm_plugin.config import attends_to_images, has_token_budgets, is_selected
-
-        features = original(self)
-        if is_selected(self) and attends_to_images(self):
-            features = [*features, "cross attention to images"]
-        if is_selected(self) and has_token_budgets(self):
-            features = [*features, "token budgets of layers"]
-        return features
-
-    return get_unsupported_features
-
-
 def _refuse(scheduler: Any, request: Any, reason: str) -> None:  # noqa: ANN401
     """Let vLLM end a request with an error, as if the name of an image were used twice."""
     logger.error("Request %s is refused: %s", request.request_id, reason)
@@ -439,16 +424,6 @@ WHEN_SELECTED = (
             series=(series,),
         )
         for series, further in (("0.32", ()), ("0.33", ("num_hash_lookahead_tokens",)))
-    ),
-    Replacement(
-        module="vllm.config.vllm",
-        name="VllmConfig._get_v2_model_runner_unsupported_features",
-        reason=(
-            "lists what needs the first model runner; images in cross attention and token budgets "
-            "do, too"
-        ),
-        parameters=("self",),
-        make=_get_v2_model_runner_unsupported_features,
     ),
     Replacement(
         module="vllm.v1.core.sched.output",

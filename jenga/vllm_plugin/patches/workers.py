@@ -56,7 +56,7 @@ def _initialize_from_config(original: Function) -> Function:
 
         from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, host_memory_bytes
         from jenga.vllm_plugin.arena.starts import report_graphs
-        from jenga.vllm_plugin.layers.attention.image_attention import follow_batch
+        from jenga.vllm_plugin.layers.attention.image_batches import follow_batch
         from jenga.vllm_plugin.layers.attention.token_budgets import follow_prompts
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
@@ -130,11 +130,17 @@ def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
 def _execute_mm_encoder(original: Function) -> Function:
     @functools.wraps(original)
     def execute(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.layers.attention.image_attention import image_builders, store_encoded
+        from jenga.vllm_plugin.layers.attention.image_batches import (
+            batch_of,
+            image_builders,
+            store_encoded,
+        )
 
         outputs = original(self, scheduler_output)
-        if outputs and image_builders(self):
-            store_encoded(self, scheduler_output.scheduled_encoder_inputs, outputs)
+        builders = image_builders(self.attn_groups) if outputs else []
+        if builders:
+            inputs = scheduler_output.scheduled_encoder_inputs
+            store_encoded(self.model, builders, batch_of(self), inputs, outputs)
             self.encoder_cache.clear()
         return outputs
 

@@ -200,18 +200,18 @@ class Refusal(Enum):
     IMAGE_ATTENTION = Words(
         feature="an option that is not served with cross attention to images (Llama 3.2 Vision)",
         reason=(
-            "the first model runner stores images on one pipeline rank, for steps without drafts, "
-            "from pixels that the engine process sees, in elements of at least 8 bits"
+            "images are stored for steps without drafts, from pixels that the engine process sees, "
+            "in elements of at least 8 bits"
         ),
-        instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
+        instead="leave the option out",
     )
     TOKEN_BUDGETS = Words(
         feature="an option that is not served with token budgets of layers (kv_token_budgets)",
         reason=(
-            "the first model runner shrinks prompts of text on one rank, in pages of the model's "
-            "own dtype, and a step has room for all queries that choose the kept tokens"
+            "prompts of text shrink on one rank, in pages of the model's own dtype, and a step has "
+            "room for all queries that choose the kept tokens"
         ),
-        instead="leave the option out, and VLLM_USE_V2_MODEL_RUNNER unset",
+        instead="leave the option out",
     )
     PROMPT_SCRATCH = Words(
         feature="an option with which a scratch for prompts (JENGA_PROMPT_SCRATCH_BYTES) is unused",

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jenga.sim.results.runs import read_runs
-from perf.experiments import figure_14, figure_16, figure_17, figure_19
+from perf.experiments import figure_14, figure_16, figure_17, figure_19, shared_arena
 from perf.experiments.frame import Case, Experiment, run_case
 
 MODULES = [f"figure_{number}" for number in range(14, 21)]
@@ -87,6 +87,41 @@ def test_encoder_runs_are_counted_by_chunk_or_by_image(is_cached, runs_an_image)
     run_case(case, "jenga")
 
     assert clocks[0].num_runs == 4 * runs_an_image
+
+
+@pytest.mark.parametrize("way", figure_19.WAYS)
+def test_embeddings_take_pages_of_their_own_or_those_of_keys_and_values(way):
+    name = "paligemma2-10b"
+    (case,) = [case for case in figure_19.cases() if case.name == f"{name}, {way}"]
+    case = figure_19.replace(case, trace="mmmu-pro:n=2,image_tokens=1024,output=2")
+
+    held_bytes = figure_19.most_held_bytes(run_case(case, "jenga"))
+
+    row_bytes = figure_19.image_type(name).layers[0].slot_bytes
+    assert (held_bytes >= 1000 * row_bytes) == (way != figure_19.KV_PAGES)
+
+
+def test_rows_of_a_shared_arena_replace_those_of_the_same_seed(tmp_path):
+    def outcome(seed, hit_rate):
+        return shared_arena.Outcome(
+            way="pages",
+            model="llama-3.1-8b",
+            seed=seed,
+            rate=1.6,
+            num_requests=1,
+            output_tokens_per_s=1.0,
+            hit_rate=hit_rate,
+            num_preemptions=0,
+            ttft_p50_s=1.0,
+            ttft_p99_s=1.0,
+            ttft_mean_s=1.0,
+        )
+
+    path = tmp_path / "rows.jsonl"
+    for seed, hit_rate in ((1, 0.1), (0, 0.2), (1, 0.3)):
+        shared_arena.save([outcome(seed, hit_rate)], path)
+
+    assert shared_arena.read_outcomes(path) == [outcome(0, 0.2), outcome(1, 0.3)]
 
 
 def small_experiment(arena_bytes=10**9, **case):

@@ -6,7 +6,7 @@ import torch
 from perf.sweeps.dense_budgets import kept_tokens, num_kept_tokens
 from tests.vllm_plugin.attention.dense_budgets import dense_answers
 from tests.vllm_plugin.caching.test_prefix_caching import prompts_over_shared_prefixes
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.programs.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -206,6 +206,32 @@ def test_preempted_requests_choose_again_what_they_chose(llama, run_engine):
     )
 
     assert_same_generation(ours, dense_answers(llama, GROWING, ours))
+    assert ours["preemptions"] > 0
+    assert ours["request_tokens"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budgets", [LLAMA, GROWING], ids=["once", "again"])
+def test_the_second_model_runner_keeps_what_a_dense_model_chooses(budgets, llama, run_engine):
+    ours = run_engine(
+        llama,
+        prompts_of_lengths((20, 80, 70, 75), seed=43, shared_tokens=16),
+        max_tokens=45,
+        options=with_budgets(
+            budgets,
+            max_model_len=128,
+            max_num_batched_tokens=37,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=SMALL_ARENA_BYTES // 2,
+            enable_prefix_caching=True,
+        ),
+        environment={V2_RUNNER: "1", "VLLM_LOGGING_LEVEL": "INFO"},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, dense_answers(llama, budgets, ours))
+    assert "Using V2 Model Runner" in ours["log"]
     assert ours["preemptions"] > 0
     assert ours["request_tokens"] == {}
 

@@ -275,21 +275,18 @@ def test_page_tables_are_wide_enough_for_the_most_images_and_the_longest_text():
     assert spec.max_memory_usage_bytes(None) == 401 * spec.page_size_bytes
 
 
-def test_a_model_with_images_needs_the_first_model_runner():
-    from jenga.vllm_plugin.patches.engine import _get_v2_model_runner_unsupported_features
-    from jenga.vllm_plugin.settings.switch import backend_member
+def test_the_mask_of_prompt_tokens_has_a_bit_for_the_token_of_an_image():
+    import torch
 
-    names = _get_v2_model_runner_unsupported_features(lambda _: ["something"])
+    from jenga.vllm_plugin.models.mllama_state import MllamaState
 
-    def config(architecture, backend):
-        return SimpleNamespace(
-            model_config=SimpleNamespace(
-                architecture=architecture, hf_text_config=SimpleNamespace()
-            ),
-            attention_config=SimpleNamespace(backend=backend),
-        )
+    vocab_size, num_requests = 64, 2
+    state = MllamaState.__new__(MllamaState)
+    state.model_config = SimpleNamespace(hf_config=SimpleNamespace(image_token_index=vocab_size))
+    mask = torch.zeros(num_requests, vocab_size // 32, dtype=torch.int32)
+    sampler = SimpleNamespace(penalties_state=SimpleNamespace(prompt_bin_mask=mask))
 
-    mllama = "MllamaForConditionalGeneration"
-    assert names(config(mllama, backend_member())) == ["something", "cross attention to images"]
-    assert names(config("LlamaForCausalLM", backend_member())) == ["something"]
-    assert names(config(mllama, None)) == ["something"]
+    assert state.custom_sampler(sampler) is None
+
+    widened = sampler.penalties_state.prompt_bin_mask
+    assert (widened.shape, widened.dtype) == ((num_requests, 3), torch.int32)

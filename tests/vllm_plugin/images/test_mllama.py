@@ -50,7 +50,16 @@ def prompt(*parts, seed):
 def compare(tiny_vision_model, run_engine):
     """Run ours against transformers; get our result. Both generate the same."""
 
-    def run(asked, *, options=(), max_tokens=8, by_references=True, forget=(), **job):
+    def run(
+        asked,
+        *,
+        options=(),
+        max_tokens=8,
+        by_references=True,
+        forget=(),
+        environment=None,
+        **job,
+    ):
         prompts, seeds = [list(each) for each in zip(*asked, strict=True)]
         model = tiny_vision_model("mllama")
         job |= {"reads_images": True, "max_tokens": max_tokens, "image_seeds": seeds}
@@ -61,6 +70,7 @@ def compare(tiny_vision_model, run_engine):
             options=OPTIONS | dict(options),
             by_references=by_references,
             forget=list(forget),
+            environment=environment,
             fill_arena=True,
             report_manager=True,
             **job,
@@ -134,6 +144,52 @@ def test_kernels_read_images_as_the_references_do(compare):
     group = (prompt(40, None, None, 30, seed=1), [[0, *SMALL], [1, *LARGE]])
 
     compare([*MIXED[1:3], group], by_references=False, max_tokens=4)
+
+
+ON_V2 = {V2_RUNNER: "1", "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+def test_the_second_model_runner_stores_images_and_finds_them_again(compare):
+    images = [[0, *SMALL], [1, *WIDE]]
+    asked = [
+        (prompt(40, None, None, 30, seed=1), images),
+        (prompt(30, seed=2), []),
+        # In the second round: an image behind other text, and no image.
+        (prompt(9, None, 20, seed=3), images[1:]),
+        (prompt(30, seed=2), []),
+    ]
+
+    ours = compare(asked, options=CACHING, rounds=2, max_tokens=4, environment=ON_V2)
+
+    assert "Using V2 Model Runner" in ours["log"]
+    assert sum(ours["encoded"]) == len(images)
+    assert [output["cached_tokens"] for output in ours["outputs"]] == [0, 0, 0, 16]
+
+
+@pytest.mark.slow
+def test_the_second_model_runner_preempts_and_evicts_images(compare):
+    sizes = (SMALL, LARGE, WIDE)
+    images = [[seed, *size] for seed, size in enumerate(sizes)]
+    asked = [
+        (prompt(20 + 7 * number, None, 30, None, 11, seed=number), [image, images[1]])
+        for number, image in enumerate(images)
+    ]
+    asked += [(prompt(60, seed=20), [])]
+
+    ours = compare(
+        asked + asked[::-1],
+        options=CACHING | {"kv_cache_memory_bytes": 15 * LARGE_PAGE_BYTES + 5000},
+        max_tokens=40,
+        rounds=2,
+        environment=ON_V2,
+    )
+
+    assert "Using V2 Model Runner" in ours["log"]
+    assert ours["preemptions"] > 0
+    (cross,) = [table for table in ours["cache"]["evictions"] if table["name"] == "cross"]
+    assert cross["with_checkpoint"] > 0
+    assert sum(ours["encoded"]) > len(images)
+    assert ours["arena_bytes"] == [15 * LARGE_PAGE_BYTES]
 
 
 @pytest.mark.slow

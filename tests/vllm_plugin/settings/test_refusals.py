@@ -116,7 +116,7 @@ CONFIGURED = {
     "IMAGE_ATTENTION-runner": {
         "options": {"model": "{mllama}", "speculative_config": NGRAM},
         "environment": {V2_RUNNER: "1"},
-        "met": "speculative decoding, the second model runner",
+        "met": "speculative decoding",
     },
     "IMAGE_ATTENTION-cache_of_pixels": {
         "options": {"model": "{mllama}", "mm_processor_cache_type": "shm"},
@@ -129,11 +129,6 @@ CONFIGURED = {
             "speculative_config": NGRAM,
         },
         "met": "speculative decoding, --kv-cache-dtype fp8_e5m2",
-    },
-    "TOKEN_BUDGETS-runner": {
-        "options": {"hf_overrides": {"kv_token_budgets": {"layers": [128, None, 64]}}},
-        "environment": {V2_RUNNER: "1"},
-        "met": "the second model runner",
     },
     "TOKEN_BUDGETS-steps": {
         "options": {

@@ -24,7 +24,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.attention.attention_builder import JengaTritonMetadataBuilder
 from jenga.vllm_plugin.layers.attention.backend import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec, image_tokens
@@ -419,70 +418,3 @@ def reads_any_image(layer_name: str) -> bool:
     if isinstance(metadata, dict):
         metadata = metadata.get(layer_name)
     return not isinstance(metadata, JengaImageMetadata) or bool(metadata.passes)
-
-
-# Model runner
-
-
-def image_builders(model_runner: Any) -> list[tuple[int, JengaImageMetadataBuilder]]:  # noqa: ANN401
-    """Get the builders of a model runner's layers of cross attention, with their page tables.
-
-    Returns:
-        The index of the page table, and its builder.
-    """
-    tables: Sequence[Any] = model_runner.attn_groups
-    return [
-        (index, builder)
-        for index, groups in enumerate(tables)
-        for group in groups
-        for builder in group.metadata_builders
-        if isinstance(builder, JengaImageMetadataBuilder)
-    ]
-
-
-def follow_batch(model_runner: Any) -> None:  # noqa: ANN401
-    """Let the builders see the images of the batch's rows. The runner must have its builders."""
-
-    def features() -> list[Sequence[Any]]:
-        requests = model_runner.requests
-        return [requests[name].mm_features for name in model_runner.input_batch.req_ids]
-
-    for _, builder in image_builders(model_runner):
-        builder.features = features
-
-
-def store_encoded(model_runner: Any, inputs: dict[str, list[int]], outputs: list[Any]) -> None:  # noqa: ANN401
-    """Write the keys and values of the images that a step encoded to their pages.
-
-    Args:
-        model_runner: vLLM's first model runner.
-        inputs: Request -> numbers of its images that the step encoded.
-        outputs: Output of the encoder for each of them, [num_tokens, hidden_size], in order.
-
-    Raises:
-        InvariantError: The outputs are of other images, or of other numbers of tokens.
-    """
-    batch = model_runner.input_batch
-    states = torch.cat(outputs)
-    num_images = sum(map(len, inputs.values()))
-    for index, builder in image_builders(model_runner):
-        page_tokens = builder.page_tokens
-        table = batch.block_table[index].get_numpy_array()
-        slots: list[torch.Tensor] = []
-        for name, numbers in inputs.items():
-            images = stored_images(model_runner.requests[name].mm_features, page_tokens)
-            row = torch.from_numpy(table[batch.req_id_to_index[name]]).long()
-            for number in numbers:
-                image = images[number]
-                positions = torch.arange(image.num_tokens)
-                pages = row[image.first_page + positions // page_tokens]
-                slots.append(pages * page_tokens + positions % page_tokens)
-        num_slots = sum(map(len, slots))
-        if len(outputs) != num_images or len(states) != num_slots:
-            msg = (
-                f"{num_images} images of {num_slots} tokens were to be encoded, got {len(outputs)} "
-                f"of {len(states)}"
-            )
-            raise InvariantError(msg)
-        on_device = async_tensor_h2d(torch.cat(slots), device=model_runner.device)
-        model_runner.model.store_images(states, on_device, builder.layer_names)

@@ -56,7 +56,7 @@ class JengaBudgetMetadata(JengaTritonMetadata):
     scorings: tuple[Scoring, ...] = ()
 
 
-def _no_prompts() -> Numbers:
+def _no_prompts(_common: CommonAttentionMetadata) -> Numbers:
     return np.zeros(0, np.int64)
 
 
@@ -66,7 +66,8 @@ class JengaBudgetMetadataBuilder(JengaTritonMetadataBuilder):
     Page tables and lengths are made anew in each step, so no CUDA graph holds them.
 
     Attributes:
-        prompt_tokens: Function that gets the number of prompt tokens of each request of the batch.
+        prompt_tokens: Function that gets the number of prompt tokens of each request of the batch,
+            given vLLM's metadata of the step.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -92,7 +93,7 @@ class JengaBudgetMetadataBuilder(JengaTritonMetadataBuilder):
             msg = f"expected the spec of a token budget, got {type(kv_cache_spec).__name__}"
             raise TypeError(msg)
         self._budget_spec = kv_cache_spec
-        self.prompt_tokens: Callable[[], Numbers] = _no_prompts
+        self.prompt_tokens: Callable[[CommonAttentionMetadata], Numbers] = _no_prompts
 
     def calls(self) -> list[Any]:
         """Return no calls: specialised kernels are not tried for these layers."""
@@ -106,7 +107,8 @@ class JengaBudgetMetadataBuilder(JengaTritonMetadataBuilder):
     ) -> JengaBudgetMetadata:
         """Build a step's metadata and its work lists."""
         page_tokens = self._kind.page_tokens
-        rows = rows_of_step(common_attn_metadata, self.prompt_tokens(), self._budget_spec)
+        prompt_tokens = self.prompt_tokens(common_attn_metadata)
+        rows = rows_of_step(common_attn_metadata, prompt_tokens, self._budget_spec)
         common = from_kept_pages(common_attn_metadata, rows, page_tokens, self.device)
         groups = tuple(scorings(common.block_table_tensor, rows, page_tokens, self.device))
         plain = super().build(common_prefix_len, common, fast_build)
@@ -283,13 +285,21 @@ class JengaBudgetBackend(JengaTritonBackend):
 def follow_prompts(model_runner: Any) -> None:  # noqa: ANN401
     """Let the builders see the prompts of the batch's rows. The runner must have its builders."""
 
-    def prompt_tokens() -> Numbers:
+    def of_first_runner(_common: CommonAttentionMetadata) -> Numbers:
         batch = model_runner.input_batch
         return batch.num_prompt_tokens[: batch.num_reqs]
 
+    def of_second_runner(common: CommonAttentionMetadata) -> Numbers:
+        states, slots = model_runner.req_states, common.req_idx
+        # Rows of vLLM's dummy steps name slots of no request.
+        if slots is None or not states.index_to_req_id.keys() >= set(slots.tolist()):
+            return _no_prompts(common)
+        return states.prompt_len.np[slots]
+
+    is_second = hasattr(model_runner, "model_state")
     tables: Sequence[Any] = getattr(model_runner, "attn_groups", ())
     for groups in tables:
         for group in groups:
             for builder in group.metadata_builders:
                 if isinstance(builder, JengaBudgetMetadataBuilder):
-                    builder.prompt_tokens = prompt_tokens
+                    builder.prompt_tokens = of_second_runner if is_second else of_first_runner
