@@ -134,6 +134,8 @@ class LayerType(ABC):
         typical_tokens: Number of encoder tokens of a typical request, if slots belong to images or
             audio. Only expectations read it. 0 if slots belong to the request's own tokens.
         host: Name of the layer type in whose pages the slots live. None means own pages.
+        holds_images: Whether the embedding of an image's token lives in the token's slot until its
+            keys and values are written there.
         is_state: Whether a slot is one state on a page of its own, whatever the number of tokens.
         is_consumed: Whether slots are given up once the prompt is read. A decoding request then
             holds none.
@@ -150,6 +152,7 @@ class LayerType(ABC):
     tokens_per_page: int | None = None
     typical_tokens: int = 0
     host: str | None = None
+    holds_images: bool = False
     is_state: bool = False
     is_consumed: bool = False
 

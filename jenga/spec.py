@@ -24,7 +24,7 @@ from jenga.layer_type import (
 from jenga.policies import LayerPolicy
 from jenga.policies.chunked_local import ChunkedLocalPolicy
 from jenga.policies.cross_attention import CrossAttentionPolicy
-from jenga.policies.full_attention import FullAttentionPolicy
+from jenga.policies.full_attention import FullAttentionPolicy, ImageHostPolicy
 from jenga.policies.image_embedding import ImageEmbeddingPolicy
 from jenga.policies.sliding_window import SlidingWindowPolicy
 from jenga.policies.state import StatePolicy
@@ -56,12 +56,16 @@ class FullAttention(LayerType):
             along the sequence.
         tokens_per_page: Page length that its kernel requires, a multiple of `tokens_per_slot`. None
             leaves the choice to the planner.
+        holds_images: Whether embeddings of images live in its slots until keys and values are
+            written there. A request then gets the slots of a whole image in the step that begins
+            it. An `ImageEmbedding` must name this type as its host.
     """
 
     name: str
     layers: tuple[Layer, ...]
     tokens_per_slot: int = 1
     tokens_per_page: int | None = None
+    holds_images: bool = False
 
     kind = "full attention"
 
@@ -69,6 +73,12 @@ class FullAttention(LayerType):
         """Refuse values that are out of their range; see `LayerType`."""
         owner = f"layer type {self.name!r}"
         check_positive(owner, "tokens_per_slot", self.tokens_per_slot)
+        if self.holds_images and self.tokens_per_slot != 1:
+            msg = (
+                f"{owner}: tokens_per_slot must be 1 where images live in the slots of their "
+                f"tokens, got {self.tokens_per_slot}"
+            )
+            raise ValueError(msg)
         if self.tokens_per_page is None:
             return
         check_positive(owner, "tokens_per_page", self.tokens_per_page)
@@ -81,7 +91,7 @@ class FullAttention(LayerType):
 
     def policy(self, _page_slots: int, /) -> LayerPolicy:
         """Return the policy that keeps every token."""
-        return FullAttentionPolicy()
+        return ImageHostPolicy() if self.holds_images else FullAttentionPolicy()
 
     @property
     def keeps(self) -> str:
@@ -335,9 +345,8 @@ class ImageEmbedding(LayerType):
     Attributes:
         layers: One layer. Its `slot_bytes` is one token's embedding.
         host: Name of the `FullAttention` type in whose pages the embeddings live until the KV of
-            the same tokens is written there (KV allocated in full before the first chunk). The
-            embedding then has no pages of its own. None means own pages, freed as tokens are
-            consumed (KV on demand).
+            the same tokens is written there. It must have `holds_images` set. The embedding then
+            has no pages of its own. None means own pages, freed as tokens are consumed.
         typical_tokens: Number of image tokens of a typical request. Only the planner's expectation
             reads it.
 
@@ -404,11 +413,33 @@ class ModelSpec:
             if layer_type.host is not None:
                 self._check_host(layer_type, layer_type.host)
 
+    def with_images_in(self, host_name: str) -> "ModelSpec":
+        """Return this model with embeddings of images in slots of a full-attention type.
+
+        Args:
+            host_name: Name of the full-attention type. A slot of it must hold an embedding.
+
+        Raises:
+            ValueError: There is no such full-attention type, or its slots are too small.
+        """
+        layer_types: list[LayerType] = []
+        for each in self.layer_types:
+            if isinstance(each, ImageEmbedding):
+                layer_types.append(replace(each, host=host_name))
+            elif isinstance(each, FullAttention) and each.name == host_name:
+                layer_types.append(replace(each, holds_images=True))
+            else:
+                layer_types.append(each)
+        return replace(self, layer_types=tuple(layer_types))
+
     def _check_host(self, embedding: LayerType, host_name: str) -> None:
         owner = f"model {self.name!r}: layer type {embedding.name!r}"
         host = next((each for each in self.layer_types if each.name == host_name), None)
-        if not isinstance(host, FullAttention) or host.tokens_per_slot != 1:
-            msg = f"{owner}: host must name a full-attention layer type, got {host_name!r}"
+        if not isinstance(host, FullAttention) or not host.holds_images:
+            msg = (
+                f"{owner}: host must name a full-attention layer type with holds_images, got "
+                f"{host_name!r}"
+            )
             raise ValueError(msg)
         host_bytes, needed_bytes = host.slot_bytes, embedding.slot_bytes
         if host_bytes < needed_bytes:

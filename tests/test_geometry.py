@@ -126,7 +126,7 @@ def test_window_with_its_own_page_length_keeps_it():
 
 def test_embedding_hosted_in_kv_pages_has_no_page_table():
     model = model_of(
-        FullAttention(name="full", layers=layers(4, 2048)),
+        FullAttention(name="full", layers=layers(4, 2048), holds_images=True),
         ImageEmbedding(name="embedding", layers=layers(1, 4096), host="full"),
     )
 

@@ -134,13 +134,14 @@ def test_token_budget_of_one_layer_is_its_mean():
     assert budget(num_layers=1).budget_tokens(100_000) <= 2 * 2048
 
 
-def embedding_model(*, host, host_slot_bytes=4096, embedding_bytes=8192):
+def embedding_model(*, host, host_slot_bytes=4096, embedding_bytes=8192, holds_images=True):
     return ModelSpec(
         name="vlm",
         layer_types=(
             FullAttention(
                 name="full",
                 layers=tuple(Layer(name=f"l{i}", slot_bytes=host_slot_bytes) for i in range(2)),
+                holds_images=holds_images,
             ),
             SlidingWindow(name="sliding", layers=LAYERS, window_tokens=64),
             ImageEmbedding(
@@ -156,6 +157,24 @@ def test_embedding_may_live_in_kv_pages_that_hold_it():
     model = embedding_model(host="full")
 
     assert model.layer_types[2].host == "full"
+
+
+def test_a_model_tells_both_types_that_embeddings_live_in_kv_pages():
+    model = embedding_model(host=None, holds_images=False)
+
+    assert model.with_images_in("full") == embedding_model(host="full")
+
+
+def test_embedding_refuses_a_host_that_takes_no_slots_for_whole_images():
+    with pytest.raises(
+        ValueError, match=r"full-attention layer type with holds_images, got 'full'"
+    ):
+        embedding_model(host="full", holds_images=False)
+
+
+def test_a_slot_of_several_tokens_holds_no_image():
+    with pytest.raises(ValueError, match=r"tokens_per_slot must be 1 where images live .* got 4"):
+        FullAttention(name="full", layers=LAYERS, tokens_per_slot=4, holds_images=True)
 
 
 @pytest.mark.parametrize("host", ["sliding", "missing", "embedding"])

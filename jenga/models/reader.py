@@ -227,7 +227,8 @@ def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
         types = _read_text(text, vision.text_model, options, is_section=has_section)
         width = text.integer("hidden_size") * (1 + vision.deepstack_levels(config))
         image = image_embedding(width, options, typical_tokens=vision.image_tokens(config))
-        return ModelSpec(name=name, layer_types=(*types, image))
+        model = ModelSpec(name=name, layer_types=(*types, image))
+        return model.with_images_in("full") if options.embeddings_in_kv_pages else model
     is_section = model_type in _TEXT_SECTIONS
     section, text_model = _TEXT_SECTIONS.get(model_type, ("", model_type))
     text = config.section(section) if is_section else config

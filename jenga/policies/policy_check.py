@@ -197,7 +197,9 @@ def _check_reused(trial: _Trial, is_hit: Sequence[object], grain: Grain, num_tok
     if policy.is_overwritten or policy.names_images:
         return
     touched = trial.touched(num_tokens, num_tokens)
-    needed = range(touched.start // page_slots, -(-touched.stop // page_slots))
+    # Slots from the prefix on are the request's own.
+    end = min(touched.stop, num_tokens)
+    needed = range(touched.start // page_slots, -(-end // page_slots))
     if needed and not {*needed} <= {*reused}:
         trial.refuse(
             f"update_last_access reads the pages {list(needed)} after a prefix of {num_tokens} "

@@ -27,6 +27,7 @@ from jenga.vllm_plugin.settings.shared_arena import share_arena
 from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.settings.switch import backend_member
 from jenga.vllm_plugin.specs.image_features import IMAGE_MODELS
+from jenga.vllm_plugin.specs.image_rows import why_not_in_kv_pages
 from jenga.vllm_plugin.specs.replay_layout import take_replay
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.DIFFUSION: model is not None and model.is_diffusion,
         Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA,
         Refusal.IMAGE_ATTENTION: ", ".join(_unserved_with_images(vllm_config)),
+        Refusal.EMBEDDINGS_IN_KV_PAGES: why_not_in_kv_pages(vllm_config),
         Refusal.TOKEN_BUDGETS: ", ".join(_unserved_with_budgets(vllm_config)),
         Refusal.PROMPT_SCRATCH: ", ".join(_unserved_with_scratch(vllm_config)),
         Refusal.QUERY_QUANTIZATION: (

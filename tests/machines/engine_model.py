@@ -32,6 +32,7 @@ class Run:
     rejected: int = 0  # of those scheduled
     last_start: int = 0  # tokens processed before the last step
     images_written: set = field(default_factory=set)
+    images_embedded: set = field(default_factory=set)  # in slots of their tokens
 
     @property
     def facts(self):
@@ -111,6 +112,10 @@ class EngineModel:
             assert page > 0
             self.write(index, page, 0, ("state", run.written(num_tokens - 1)))
         pages = {run.request_id: self.manager.page_tables(run.request_id) for run in scheduled}
+        for each in (self._write_embeddings, self._read_embeddings):
+            for index, table in enumerate(self.tables):
+                for run in scheduled:
+                    each(index, table, run, pages[run.request_id][index])
         for index, table in enumerate(self.tables):
             for run in scheduled:
                 self._write_step(index, table, run, pages[run.request_id][index])
@@ -121,6 +126,26 @@ class EngineModel:
             self._end_step(run, pages[run.request_id])
         for copy in ahead[num_early:]:
             self.copy(copy)
+
+    def _write_embeddings(self, index, table, run, pages):
+        """Encode the images that the step begins: every embedding goes to its token's slot."""
+        for image in run.images if table.layer_type.holds_images else ():
+            begins = image.start_token < run.processed + run.scheduled
+            if begins and (index, image.start_token) not in run.images_embedded:
+                run.images_embedded.add((index, image.start_token))
+                for token in range(max(image.start_token, run.processed), image.end_token):
+                    page, slot = token // table.tokens_per_page, token % table.tokens_per_page
+                    assert pages[page] > 0
+                    self.write(index, pages[page], slot, embedding_of(run, image, token))
+
+    def _read_embeddings(self, index, table, run, pages):
+        """Read the embeddings of the step's tokens before keys and values replace them."""
+        for image in run.images if table.layer_type.holds_images else ():
+            end = min(image.end_token, run.processed + run.scheduled)
+            for token in range(max(image.start_token, run.processed), end):
+                page, slot = token // table.tokens_per_page, token % table.tokens_per_page
+                content = self.read(index, pages[page], slot)
+                assert content == embedding_of(run, image, token)
 
     def _write_step(self, index, table, run, pages):
         layer_type, page_tokens = table.layer_type, table.tokens_per_page
@@ -227,6 +252,11 @@ def last_end(tables, run):
             later = choices(table.layer_type, run, len(run.tokens))
             ends += [at for at in later if at > run.processed][:1]
     return min(ends)
+
+
+def embedding_of(run, image, token):
+    """The embedding of an image's token, which no other request can have."""
+    return ("embedding", run.request_id, image.start_token, token)
 
 
 def image_pages(run, page_tokens):

@@ -39,8 +39,10 @@ def geometry(name, *page_tables) -> Geometry:
     return Geometry(name=name, large_page_bytes=large.pop(), page_tables=page_tables)
 
 
-def full(name="full", slot_bytes=16, tokens=4, per_large=1, padding=0):
-    layer_type = FullAttention(name=name, layers=_layer(name, slot_bytes))
+def full(name="full", slot_bytes=16, tokens=4, per_large=1, padding=0, *, holds_images=False):
+    layer_type = FullAttention(
+        name=name, layers=_layer(name, slot_bytes), holds_images=holds_images
+    )
     return page_table(layer_type, tokens, per_large, padding)
 
 
@@ -160,6 +162,12 @@ ENCODED = geometry(
     embedding(slot_bytes=24, tokens=4, per_large=4),
     full(slot_bytes=16, tokens=4, per_large=6),
 )
+HOSTING = geometry(
+    "images_in_slots_of_tokens",
+    full(slot_bytes=16, tokens=8, per_large=6, holds_images=True),
+    sliding(slot_bytes=48, tokens=4, per_large=4, window=9),
+    full("draft", slot_bytes=24, tokens=4, per_large=8),
+)
 BUDGETED = geometry(
     "budgeted",
     full(slot_bytes=16, tokens=4, per_large=6),
@@ -181,6 +189,6 @@ OUTSIDE = geometry(
     state(slot_bytes=96, per_large=4),
 )
 CACHED = (
-    *(HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED),
+    *(HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED, HOSTING),
     *(BUDGETED, GROWING_BUDGETS, OUTSIDE),
 )

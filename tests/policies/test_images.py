@@ -4,7 +4,9 @@ import pytest
 
 from jenga.policies import ALL_PAGES, NEVER, Grain, Image, RequestFacts
 from jenga.policies.cross_attention import CrossAttentionPolicy
+from jenga.policies.full_attention import ImageHostPolicy
 from jenga.policies.image_embedding import ImageEmbeddingPolicy
+from jenga.policies.policy_check import check_policy
 
 CAT = Image(start_token=3, num_tokens=6, content=b"cat")
 DOG = Image(start_token=20, num_tokens=4, content=b"dog")
@@ -117,3 +119,35 @@ def test_only_embeddings_not_yet_consumed_must_be_cached():
 
     assert list(policy.reused_pages(FACTS, [None, 4, 5], GRAIN, 8)) == [1, 2]
     assert list(policy.reused_pages(FACTS, [None, 4, 5], GRAIN, 3)) == [2]
+
+
+def test_full_attention_that_holds_images_takes_all_slots_of_an_image_when_it_begins():
+    policy = ImageHostPolicy()
+
+    assert policy.update_last_access(FACTS, 0, 3) == range(3)
+    assert policy.update_last_access(FACTS, 0, 4) == range(9)
+    assert policy.update_last_access(FACTS, 4, 9) == range(9)
+    assert policy.update_last_access(FACTS, 9, 20) == range(20)
+    assert policy.update_last_access(FACTS, 20, 22) == range(24)
+    assert [policy.max_tokens(FACTS, 0, slots) for slots in (3, 8, 9, 23, 24)] == [3, 3, 9, 20, 24]
+    assert [policy.peak_slots(FACTS, end, 1) for end in (3, 5, 30)] == [3, 9, 30]
+
+
+def test_slots_are_taken_up_to_the_end_of_the_longer_of_two_images_that_overlap():
+    policy = ImageHostPolicy()
+
+    assert policy.update_last_access(WITH_SOUND, 0, 6) == range(13)
+    assert policy.update_last_access(WITH_SOUND, 0, 10) == range(16)
+    assert policy.max_tokens(WITH_SOUND, 0, 15) == 9
+
+
+def test_a_page_of_embeddings_is_final_once_keys_and_values_replace_them():
+    policy = ImageHostPolicy()
+
+    assert policy.final_pages(FACTS, 4, GRAIN) == 1
+    assert policy.final_pages(FACTS, 9, GRAIN) == 2
+
+
+@pytest.mark.parametrize("page_slots", [1, 4, 16])
+def test_answers_of_full_attention_that_holds_images_do_not_contradict_each_other(page_slots):
+    check_policy("full", ImageHostPolicy(), page_slots)

@@ -76,6 +76,10 @@ SERVED = {
         "The same for images whose tokens read each other (Gemma 3, PaliGemma 2)": (
             "images/test_image_pages.py::test_an_image_that_one_step_reads_whole_is_encoded_once"
         ),
+        "Image embeddings in pages of keys and values (`JENGA_EMBEDDINGS_IN_KV_PAGES`)": (
+            "images/test_hosted_images.py"
+            "::test_embeddings_live_in_kv_pages_and_are_encoded_once_for_a_request"
+        ),
         "Audio embeddings in the arena (Qwen2-Audio)": (
             "images/test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
         ),
@@ -214,6 +218,7 @@ NOT_TRIED = {
     "Other audio in the place of tokens (Ultravox, Voxtral, Qwen2.5-Omni)": "",
     "Pipeline parallelism of Granite 4.0": "vLLM 0.32 fails to make its layers on two ranks",
     "Pipeline parallelism with images or audio": "",
+    "Tensor parallelism with embeddings in pages of keys and values": "",
     "EAGLE and MTP with tensor parallelism": "n-grams and draft models are tested",
     "Expert parallelism (`--enable-expert-parallel`, `--enable-eplb`)": (
         "vLLM's CPU build does not gather the tokens of experts"

@@ -353,6 +353,5 @@ def image_embedding(width: int, options: ReadOptions, *, typical_tokens: int) ->
     return ImageEmbedding(
         name="image",
         layers=(layer,),
-        host="full" if options.embeddings_in_kv_pages else None,
         typical_tokens=typical_tokens,
     )

@@ -28,7 +28,7 @@ from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planning.pipeline import Stage, plan_pipeline
 from jenga.planning.planner import plan
 from jenga.policies import Image, RequestFacts
-from jenga.spec import ImageEmbedding
+from jenga.spec import ImageEmbedding, Layer
 from jenga.tables.capacity import Capacity
 from jenga.vllm_plugin.arena.ranks import image_rows, layers_of_ranks
 from jenga.vllm_plugin.arena.step_cost import step_tokens
@@ -45,6 +45,7 @@ from jenga.vllm_plugin.specs.layer_types import (
     model_spec,
     served_states,
     table_spec,
+    with_images_in_kv_pages,
     without_images,
 )
 from jenga.vllm_plugin.specs.replay_layout import (
@@ -70,12 +71,15 @@ class JengaGroupSpec(KVCacheGroupSpec):
         stages: Parts of the model that the ranks of its pipeline store.
         rank: Rank whose layers the group has, possibly no layers. None means that it has those of
             all ranks.
+        image_row: Embedding of an image's token, which lives in the token's slot of this group
+            until keys and values are written there. None means that none does.
     """
 
     geometry: Geometry | None = None
     table_index: int = 0
     stages: tuple[Stage, ...] = ()
     rank: int | None = None
+    image_row: Layer | None = None
 
     @property
     def first_layers(self) -> tuple[str, ...]:
@@ -164,6 +168,18 @@ def image_table_index(geometry: Geometry) -> int | None:
     last = len(geometry.page_tables) - 1
     is_there = isinstance(geometry.page_tables[last].layer_type, ImageEmbedding)
     return last if is_there else None
+
+
+def host_table_index(geometry: Geometry) -> int | None:
+    """Get the index of the page table in whose slots image embeddings live, or None."""
+    return next(
+        (
+            index
+            for index, table in enumerate(geometry.page_tables)
+            if table.layer_type.holds_images
+        ),
+        None,
+    )
 
 
 def first_layers(config: JengaKVCacheConfig) -> list[tuple[str, ...]]:
@@ -255,6 +271,7 @@ def get_kv_cache_groups(
         raise Refusal.ONE_CACHE_GROUP.error()
     if not kv_cache_spec:
         return []
+    settings = read_settings(os.environ)
     kv_cache_spec = with_histories(vllm_config, {**kv_cache_spec, **image_rows()})
     model = model_spec(kv_cache_spec, draft_layers=draft_layers(vllm_config, kv_cache_spec))
     served = served_states(vllm_config.model_config.architecture)
@@ -270,11 +287,16 @@ def get_kv_cache_groups(
             " and ".join(sorted(others)),
         )
         vllm_config.cache_config.enable_prefix_caching = False
-        model = without_images(model)
-    if any(isinstance(layer_type, ImageEmbedding) for layer_type in model.layer_types):
+        if not settings.embeddings_in_kv_pages:
+            model = without_images(model)
+    images = [each for each in model.layer_types if isinstance(each, ImageEmbedding)]
+    image_row = None
+    if images and settings.embeddings_in_kv_pages:
+        model, image_row = with_images_in_kv_pages(model), images[0].layers[0]
+    if images:
         vllm_config.ec_manager_config.encoder_cache_manager_cls = ENCODER_CACHE_PATH
     tokens_per_page = _page_tokens(vllm_config)
-    make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
+    make = {"planned": plan, "lcm": exact_lcm}[settings.geometry]
     share = arena_share(vllm_config)
     if share is not None:
         # All engines of a shared arena have large pages of one size.
@@ -291,6 +313,7 @@ def get_kv_cache_groups(
             geometry=pipeline.geometry,
             table_index=index,
             stages=pipeline.stages,
+            image_row=image_row if table.layer_type.holds_images else None,
         )
         for index, table in enumerate(group_tables(pipeline.geometry))
     ]

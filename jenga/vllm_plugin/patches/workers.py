@@ -60,7 +60,7 @@ def _initialize_from_config(original: Function) -> Function:
         from jenga.vllm_plugin.layers.attention.token_budgets import follow_prompts
         from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
         from jenga.vllm_plugin.worker.host_memory import HostMemory
-        from jenga.vllm_plugin.worker.image_pages import open_embeddings
+        from jenga.vllm_plugin.worker.step_embeddings import open_embeddings
         from jenga.vllm_plugin.worker.step_mailbox import builders_of, open_mailbox
 
         original(self, kv_cache_config)

@@ -30,6 +30,7 @@ from jenga.vllm_plugin.arena.layout import (
     first_layers,
     geometry_of,
     group_tables,
+    host_table_index,
     image_table_index,
 )
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
@@ -40,6 +41,7 @@ from jenga.vllm_plugin.orders.step_orders import StepOrders
 from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
 from jenga.vllm_plugin.scheduler.encoder_cache import ArenaEncoderCache, ImageBook
 from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
+from jenga.vllm_plugin.scheduler.hosted_images import HostedBook
 from jenga.vllm_plugin.scheduler.image_hits import ImageHits
 from jenga.vllm_plugin.scheduler.make_orders import make_orders
 from jenga.vllm_plugin.settings.environment import read_settings
@@ -213,8 +215,7 @@ class JengaKVCacheManager:
         self.attends_to_images = any(isinstance(spec, ImageAttentionSpec) for spec in specs)
         make_hits = ImageHits if self.attends_to_images else EncoderHits
         self._encoders = make_hits(self.manager.geometry)
-        image_table = image_table_index(self.manager.geometry)
-        self._images = None if image_table is None else ImageBook(self.manager, image_table)
+        self._images = _image_book(self.manager)
         self._most_chunk_tokens = max_in_flight_tokens or max_model_len
         self.coordinator = _Coordinator(
             kv_cache_config, state_tokens=hash_tokens if enable_caching else None
@@ -709,6 +710,15 @@ class JengaKVCacheManager:
     def take_events(self) -> list[KVCacheEvent]:
         """Get the cache events since the last call. There are none unless events are enabled."""
         return self._events.take() if self._events is not None else []
+
+
+def _image_book(manager: Manager) -> ImageBook | None:
+    """Make the book of the image embeddings in an arena. None if there are none."""
+    table_index = image_table_index(manager.geometry)
+    if table_index is not None:
+        return ImageBook(manager, table_index)
+    table_index = host_table_index(manager.geometry)
+    return None if table_index is None else HostedBook(manager, table_index)
 
 
 def _reports_hits(request: "Request") -> bool:

@@ -13,7 +13,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecod
 from jenga.manager import Manager
 from jenga.page_ids import SmallPageId
 from jenga.tables.request import MISSING, PrefixHit
-from jenga.vllm_plugin.orders.step_images import StepImages
+from jenga.vllm_plugin.orders.step_images import HostedStepImages, StepImages
 from jenga.vllm_plugin.scheduler.encoder_hits import image_of
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class ImageBook:
         if held is not None:
             held.discard(number)
 
-    def orders(self) -> StepImages | None:
+    def orders(self) -> StepImages | HostedStepImages | None:
         """Get the pages of all images that the step reads or writes. None if there are none."""
         from vllm.multimodal.utils import get_mm_features_in_window
 
@@ -312,6 +312,6 @@ class ArenaEncoderCache(EncoderCacheManager):
         """Get images that workers should drop: none, since they keep no images between steps."""
         return []
 
-    def get_manager_metadata(self) -> StepImages | None:
+    def get_manager_metadata(self) -> StepImages | HostedStepImages | None:
         """See `ImageBook.orders`."""
         return self._book.orders() if self._book is not None else None

@@ -35,7 +35,8 @@ class EncoderHits:
             geometry: Geometry of the arena.
         """
         self._has_embeddings = any(
-            isinstance(table.layer_type, ImageEmbedding) for table in geometry.page_tables
+            isinstance(table.layer_type, ImageEmbedding) or table.layer_type.holds_images
+            for table in geometry.page_tables
         )
         self._tables = frozenset(
             index

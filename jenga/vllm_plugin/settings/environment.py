@@ -26,6 +26,7 @@ _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 IMAGES_VARIABLE = "JENGA_IMAGE_EMBEDDINGS"
+EMBEDDINGS_VARIABLE = "JENGA_EMBEDDINGS_IN_KV_PAGES"
 SCRATCH_VARIABLE = "JENGA_PROMPT_SCRATCH_BYTES"
 SHARED_ARENA_VARIABLE = "JENGA_SHARED_ARENA"
 GUARANTEE_VARIABLE = "JENGA_SHARED_ARENA_GUARANTEE"
@@ -43,6 +44,7 @@ _KNOWN_VARIABLES = frozenset(
         _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
         IMAGES_VARIABLE,
+        EMBEDDINGS_VARIABLE,
         SCRATCH_VARIABLE,
         SHARED_ARENA_VARIABLE,
         GUARANTEE_VARIABLE,
@@ -73,6 +75,8 @@ class Settings:
             written. 0 means that the environment asks for no histories.
         keeps_image_embeddings: Whether a vision encoder's output is kept in the arena, where that
             is possible.
+        embeddings_in_kv_pages: Whether it is kept in the slots that full attention has for the same
+            tokens, instead of in pages of its own.
         prompt_scratch_bytes: Bytes of the scratch to which prompts restore quantised keys and
             values. 0 means that they read the quantised pages.
         shared_arena: Folder of an arena that several engines share. None means an arena of its own.
@@ -93,6 +97,7 @@ class Settings:
     guarantee_bytes: int
     limit_bytes: int
     keeps_image_embeddings: bool = True
+    embeddings_in_kv_pages: bool = False
     prompt_scratch_bytes: int = 0
 
 
@@ -149,6 +154,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
         keeps_image_embeddings=_switch(environ, IMAGES_VARIABLE) is not False,
+        embeddings_in_kv_pages=_embeddings_in_kv_pages(environ),
         prompt_scratch_bytes=_number(environ, SCRATCH_VARIABLE, "bytes, 0 for no scratch"),
         shared_arena=_shared_arena(environ),
         guarantee_bytes=_number(environ, GUARANTEE_VARIABLE, "bytes"),
@@ -191,6 +197,14 @@ def _switch(environ: Mapping[str, str], name: str) -> bool | None:
         msg = f"{name}={environ[name]!r}: expected 0 or 1"
         raise ValueError(msg)
     return text == "1" if text else None
+
+
+def _embeddings_in_kv_pages(environ: Mapping[str, str]) -> bool:
+    is_asked = _switch(environ, EMBEDDINGS_VARIABLE) is True
+    if is_asked and _switch(environ, IMAGES_VARIABLE) is False:
+        msg = f"{EMBEDDINGS_VARIABLE}=1 has no effect with {IMAGES_VARIABLE}=0"
+        raise ValueError(msg)
+    return is_asked
 
 
 def _eviction(environ: Mapping[str, str]) -> str:

@@ -205,6 +205,14 @@ class Refusal(Enum):
         ),
         instead="leave the option out",
     )
+    EMBEDDINGS_IN_KV_PAGES = Words(
+        feature="embeddings in pages of keys and values (JENGA_EMBEDDINGS_IN_KV_PAGES) here",
+        reason=(
+            "an embedding must fit into its token's slot of full attention, on every rank, until "
+            "the step of that token reads it"
+        ),
+        instead="leave the variable unset",
+    )
     TOKEN_BUDGETS = Words(
         feature="an option that is not served with token budgets of layers (kv_token_budgets)",
         reason=(

@@ -9,8 +9,10 @@ vLLM, because the images of a request are not numbered like its tokens.
 import os
 from typing import TYPE_CHECKING, Any
 
+from jenga.models.readers.token_budgets import TOKEN_BUDGETS
 from jenga.spec import ELEMENT_BYTES, Layer, StatePart
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.specs.image_features import IMAGE_MODELS
 
 if TYPE_CHECKING:
@@ -32,23 +34,32 @@ ENCODER_CACHE_PATH = "jenga.vllm_plugin.scheduler.encoder_cache.ArenaEncoderCach
 """Path of the class that takes the place of vLLM's encoder cache in the scheduler."""
 
 
+def puts_embeddings(vllm_config: "VllmConfig") -> bool:
+    """Whether the model puts embeddings in the place of tokens."""
+    model = vllm_config.model_config
+    return model is not None and model.supports_multimodal_inputs and not model.is_encoder_decoder
+
+
 def why_not_in_arena(vllm_config: "VllmConfig") -> str:
     """Get the reason why embeddings stay in vLLM's encoder cache. It is empty if they do not."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    if model is None or not model.supports_multimodal_inputs or model.is_encoder_decoder:
+    if not puts_embeddings(vllm_config):
         return "the model puts no embeddings in the place of tokens"
     options: Any = model.multimodal_config
+    settings = read_settings(os.environ)
     reasons = {
-        "JENGA_IMAGE_EMBEDDINGS=0": not read_settings(os.environ).keeps_image_embeddings,
+        "JENGA_IMAGE_EMBEDDINGS=0": not settings.keeps_image_embeddings,
         "layers of cross attention read the images": model.architecture in IMAGE_MODELS,
-        "prefix caching is off": not cache.enable_prefix_caching,
+        "prefix caching is off": (
+            not cache.enable_prefix_caching and not settings.embeddings_in_kv_pages
+        ),
         "another encoder cache manager is chosen": (
             vllm_config.ec_manager_config.encoder_cache_manager_cls
             not in (None, ENCODER_CACHE_PATH)
         ),
         "the model is spread over a pipeline": vllm_config.parallel_config.pipeline_parallel_size
         > 1,
-        "several engines share the arena": read_settings(os.environ).shared_arena is not None,
+        "several engines share the arena": settings.shared_arena is not None,
         "a draft head reads tokens ahead": vllm_config.num_prefill_lookahead_tokens > 0,
         "embeddings are pruned": bool(
             options is not None and options.is_multimodal_pruning_enabled()
@@ -59,7 +70,22 @@ def why_not_in_arena(vllm_config: "VllmConfig") -> str:
         "prompts may be embeddings": bool(model.enable_prompt_embeds),
         "the model does not generate text": model.runner_type != "generate",
     }
+    if settings.embeddings_in_kv_pages:
+        reasons |= {
+            "slots have scales of their own": cache.cache_dtype.endswith("per_token_head"),
+            "layers have token budgets": hasattr(model.hf_text_config, TOKEN_BUDGETS),
+        }
     return next((reason for reason, is_met in reasons.items() if is_met), "")
+
+
+def why_not_in_kv_pages(vllm_config: "VllmConfig") -> str:
+    """Get the reason why embeddings cannot be in pages of keys and values, where they are to be.
+
+    It is empty if they can, or if they are not to be there. The encoder and the layers may show
+    another reason later.
+    """
+    is_asked = read_settings(os.environ).embeddings_in_kv_pages and puts_embeddings(vllm_config)
+    return why_not_in_arena(vllm_config) if is_asked else ""
 
 
 def measured_spec(
@@ -75,6 +101,9 @@ def measured_spec(
     Returns:
         A spec whose block holds the rows of the largest input. None if embeddings stay in vLLM's
         encoder cache. The log then says why.
+
+    Raises:
+        ValueError: Embeddings are to be in pages of keys and values, and cannot be.
     """
     import torch
     from vllm.logger import init_logger
@@ -85,6 +114,8 @@ def measured_spec(
         with torch.inference_mode():
             outputs = _dummy_outputs(vllm_config, model_runner)
         reason = _why_not_these(outputs)
+    if reason and puts_embeddings(vllm_config) and read_settings(os.environ).embeddings_in_kv_pages:
+        raise Refusal.EMBEDDINGS_IN_KV_PAGES.error(reason)
     if reason:
         if vllm_config.model_config.supports_multimodal_inputs:
             logger = init_logger(f"vllm.{__name__}")

@@ -93,6 +93,9 @@ VALUE_DIMS = range(16, 512 + 1, 16)
 INT4_ROW_ELEMENTS = 32
 """Number of four-bit elements in 16 bytes. Rows begin at multiples of 16 bytes in the kernels."""
 
+_FULL = "full"
+"""Name of the layer type of full attention over keys and values."""
+
 _STATE_ALIGNMENT_BYTES = 16
 """Alignment of a state within its page: the widest load of one thread."""
 
@@ -218,7 +221,7 @@ def _attention_kind(spec: "AttentionSpec") -> _Kind | None:
     from jenga.vllm_plugin.specs.image_features import ImageAttentionSpec
 
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
-        return _Kind(layer_type=FullAttention, name="full")
+        return _Kind(layer_type=FullAttention, name=_FULL)
     if type(spec) is MLAAttentionSpec:
         return _Kind(layer_type=FullAttention, name="latent")
     if type(spec) is SlidingWindowSpec:
@@ -322,6 +325,19 @@ def without_images(model: ModelSpec) -> ModelSpec:
     """Get a model whose image embeddings are not kept in the arena."""
     kept = tuple(each for each in model.layer_types if not isinstance(each, ImageEmbedding))
     return replace(model, layer_types=kept)
+
+
+def with_images_in_kv_pages(model: ModelSpec) -> ModelSpec:
+    """Get a model whose image embeddings live in slots of full attention.
+
+    Raises:
+        ValueError: The model has no full attention over keys and values, or its slots are smaller
+            than an embedding.
+    """
+    try:
+        return model.with_images_in(_FULL)
+    except ValueError as error:
+        raise Refusal.EMBEDDINGS_IN_KV_PAGES.error(str(error)) from error
 
 
 def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:

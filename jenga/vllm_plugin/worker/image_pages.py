@@ -4,6 +4,7 @@ Both of vLLM's model runners keep encoder outputs in a dictionary. `ArenaEmbeddi
 place. It keeps nothing between steps: the scheduler says in each step which pages hold an image.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,9 @@ from jenga.vllm_plugin.arena.layout import (
     image_table_index,
     stage_of,
 )
-from jenga.vllm_plugin.worker.page_copies import arena_of
 
 if TYPE_CHECKING:
-    from jenga.vllm_plugin.orders.step_images import StepImages
+    from jenga.vllm_plugin.orders.step_images import HostedStepImages, StepImages
 
 
 class ImageRows:
@@ -57,29 +57,27 @@ class ImageRows:
         return read[start - first * page_rows : end - first * page_rows]
 
 
-class ArenaEmbeddings:
-    """Stands for the dictionary of encoder outputs in a model runner, image by image."""
+class StepEmbeddings(ABC):
+    """Stands for the dictionary of encoder outputs in a model runner, image by image.
 
-    __slots__ = ("_pages", "_reads", "_writes")
+    It keeps nothing between steps. A subclass knows where the rows are.
+    """
 
-    def __init__(self, pages: torch.Tensor) -> None:
-        """Start without a step.
+    __slots__ = ("_reads", "_writes")
 
-        Args:
-            pages: Pages of the arena, [num_pages, page_rows, width]. They are written in place.
-        """
-        self._pages = pages
-        self._reads: dict[str, Sequence[SmallPageId]] = {}
-        self._writes: dict[str, Sequence[Sequence[SmallPageId]]] = {}
+    def __init__(self) -> None:
+        """Start without a step."""
+        self._reads: dict[str, Any] = {}
+        self._writes: dict[str, Any] = {}
 
-    def begin_step(self, images: "StepImages | None") -> None:
-        """Take the pages of a step's images."""
+    def begin_step(self, images: "StepImages | HostedStepImages | None") -> None:
+        """Take the places of a step's images."""
         self._reads = dict(images.reads) if images is not None else {}
         self._writes = dict(images.writes) if images is not None else {}
 
-    def get(self, identifier: str, default: object = None) -> "ImageRows | object":
+    def get(self, identifier: str, default: object = None) -> object:
         """Get the rows of an image, if the step reads it and they are written."""
-        return ImageRows(self._pages, self._reads[identifier]) if identifier in self else default
+        return self.rows_of(self._reads[identifier]) if identifier in self else default
 
     def __contains__(self, identifier: object) -> bool:
         return identifier in self._reads and identifier not in self._writes
@@ -88,15 +86,65 @@ class ArenaEmbeddings:
         return len(self._reads)
 
     def __setitem__(self, identifier: str, rows: torch.Tensor) -> None:
-        """Write an image that the step encodes, [num_rows, width], to all pages that await it.
+        """Write an image that the step encodes, [num_rows, width], to all places that await it.
 
-        Rows beyond those pages are left out. No token reads them.
+        Rows beyond those places are left out. No token reads them.
 
         Raises:
-            InvariantError: No page awaits it, it has fewer rows, or rows of another width.
+            InvariantError: No place awaits it, it has fewer rows, or rows of another width.
         """
+        self.write(identifier, self._writes.get(identifier), rows)
+        del self._writes[identifier]
+
+    def update(self, outputs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write several images."""
+        for identifier, rows in outputs:
+            self[identifier] = rows
+
+    def pop(self, identifier: str, default: object = None) -> object:
+        """Do nothing: the scheduler does not tell workers to drop images."""
+        return default
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.begin_step(None)
+
+    @abstractmethod
+    def rows_of(self, place: Any, /) -> object:  # noqa: ANN401
+        """Get the rows in a place. A slice of them is a tensor, [num_rows, width]."""
+
+    @abstractmethod
+    def write(self, identifier: str, places: Any, rows: torch.Tensor, /) -> None:  # noqa: ANN401
+        """Write the rows of an image, [num_rows, width], to all places; see `__setitem__`.
+
+        `places` is None if no place awaits the image.
+        """
+
+
+class ArenaEmbeddings(StepEmbeddings):
+    """Rows of images in pages of their own."""
+
+    __slots__ = ("_pages",)
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        """Start without a step.
+
+        Args:
+            pages: Pages of the arena, [num_pages, page_rows, width]. They are written in place.
+        """
+        super().__init__()
+        self._pages = pages
+
+    def rows_of(self, place: Sequence[SmallPageId], /) -> ImageRows:
+        """Get the rows of the image that pages hold."""
+        return ImageRows(self._pages, place)
+
+    def write(
+        self, identifier: str, places: Sequence[Sequence[SmallPageId]] | None, rows: torch.Tensor, /
+    ) -> None:
+        """Write an image to the pages of each request that gets it; see `__setitem__`."""
         _, page_rows, width = self._pages.shape
-        all_ids = self._writes.get(identifier, ())
+        all_ids = places or ()
         rows = rows[: max(map(len, all_ids), default=0) * page_rows]
         num_pages = -(-len(rows) // page_rows)
         if not all_ids or any(len(ids) != num_pages for ids in all_ids) or rows.shape[1] != width:
@@ -116,20 +164,6 @@ class ArenaEmbeddings:
                 device=self._pages.device,
             )
             self._pages[table[1]] = filled[table[0]]
-        del self._writes[identifier]
-
-    def update(self, outputs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write several images."""
-        for identifier, rows in outputs:
-            self[identifier] = rows
-
-    def pop(self, identifier: str, default: object = None) -> object:
-        """Do nothing: the scheduler does not tell workers to drop images."""
-        return default
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self.begin_step(None)
 
 
 def image_pages(config: JengaKVCacheConfig, arena: torch.Tensor) -> torch.Tensor | None:
@@ -151,18 +185,3 @@ def image_pages(config: JengaKVCacheConfig, arena: torch.Tensor) -> torch.Tensor
     end_bytes = offset_bytes + table.tokens_per_page * layer.slot_bytes
     rows = pages[:, offset_bytes:end_bytes].view(getattr(torch, row.dtype))
     return rows.unflatten(1, (table.tokens_per_page, *row.shape))
-
-
-def open_embeddings(model_runner: Any, config: JengaKVCacheConfig) -> None:  # noqa: ANN401
-    """Let a model runner keep encoder outputs in the arena, if that has pages for them."""
-    if not config.kv_cache_groups or image_table_index(geometry_of(config)) is None:
-        return
-    pages = image_pages(config, arena_of(model_runner.kv_caches))
-    if pages is None:
-        return
-    embeddings = ArenaEmbeddings(pages)
-    model_runner.jenga_embeddings = embeddings
-    if hasattr(model_runner.encoder_cache, "encoder_outputs"):  # the second model runner
-        model_runner.encoder_cache.encoder_outputs = embeddings
-    else:
-        model_runner.encoder_cache = embeddings

@@ -169,9 +169,10 @@ def test_static_partition_refuses_an_arena_too_small_for_a_type():
 
 def test_needed_bytes_of_a_hosted_embedding_are_none():
     full = FullAttention(name="full", layers=layers(2, 4096))
-    embedding = ImageEmbedding(name="image", layers=layers(1, 512), host="full")
+    embedding = ImageEmbedding(name="image", layers=layers(1, 512))
+    hosted = model_of(full, embedding).with_images_in("full")
 
-    assert needed_bytes(model_of(full, embedding), 100) == needed_bytes(model_of(full), 100)
+    assert needed_bytes(hosted, 100) == needed_bytes(model_of(full), 100)
 
 
 @pytest.mark.parametrize("name", GEOMETRY_NAMES)

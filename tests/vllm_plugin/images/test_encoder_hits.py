@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from jenga.tables.request import PrefixHit
+from tests.machines.geometries import cross, full
 from tests.vllm_plugin.attention.test_attention_features import WHISPER
 from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
@@ -305,12 +306,9 @@ def test_cache_events_tell_of_tokens_alone(run):
 
 
 def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
-    from jenga.spec import CrossAttention, FullAttention
     from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
 
-    kinds = [FullAttention, CrossAttention, CrossAttention]
-    tables = [SimpleNamespace(layer_type=object.__new__(kind)) for kind in kinds]
-    hits = EncoderHits(SimpleNamespace(page_tables=tables))
+    hits = EncoderHits(SimpleNamespace(page_tables=[full(), cross("one"), cross("other")]))
     asked = SimpleNamespace(request_id="a", mm_features=heard("one"))
     whole = PrefixHit(
         num_tokens=16,

@@ -122,6 +122,11 @@ CONFIGURED = {
         "options": {"model": "{mllama}", "mm_processor_cache_type": "shm"},
         "met": "--mm-processor-cache-type shm",
     },
+    "EMBEDDINGS_IN_KV_PAGES": {
+        "options": {"model": "{mllama}"},
+        "environment": {"JENGA_EMBEDDINGS_IN_KV_PAGES": "1"},
+        "met": "layers of cross attention read the images",
+    },
     "TOKEN_BUDGETS": {
         "options": {
             "hf_overrides": {"kv_token_budgets": {"layers": [128, None, 64]}},

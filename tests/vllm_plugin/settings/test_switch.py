@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[3]
         ("JENGA_HISTORY_TOKENS", "-16"),
         ("JENGA_IMAGE_EMBEDDINGS", "arena"),
         ("JENGA_MEMORY_LOG_BYTES", "1e6"),
+        ("JENGA_EMBEDDINGS_IN_KV_PAGES", "images"),
         ("JENGA_PROMPT_SCRATCH_BYTES", "256MB"),
         ("JENGA_CACHE", "~no_such_user/cache"),
     ],
