@@ -19,6 +19,7 @@ from jenga.geometry import Geometry, check_geometry
 from jenga.page_ids import LargePageId, OwnerId, SmallPageId
 from jenga.policies import NEVER, Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
+from jenga.prefix.checkpoint_tree import checkpoint_unit
 from jenga.prefix.checkpoints import ANSWER_TOKENS
 from jenga.prefix.eviction_log import Eviction
 from jenga.prefix.host_cache import HostReport
@@ -76,8 +77,9 @@ class Manager:
             eviction_policy: Rule that says which cached prefix is worth least. By default, a policy
                 that learns this (`jenga.eviction.learned`).
             answer_interval_tokens: Distance in tokens between states that are kept within the
-                output of a request, a multiple of `hash_tokens`. Each state replaces the one before
-                it. 0 keeps none. By default, 64 rounded up to a multiple of `hash_tokens`.
+                output of a request, a multiple of `hash_tokens` and of every page table's tokens
+                per page. Each state replaces the one before it. 0 keeps none. By default, 64
+                rounded up to such a multiple.
             left_share: Largest share of the arena, from 0 to below 1, that an admission leaves to
                 cached content while other requests run. Less is left if prompts are seldom read
                 again. By default, 0 with host memory, else `LEFT_SHARE`.
@@ -128,14 +130,6 @@ class Manager:
                 f"each of {len(specs)} page tables, got {num_large_pages}"
             )
             raise ValueError(msg)
-        if answer_interval_tokens is None:
-            answer_interval_tokens = -(-ANSWER_TOKENS // hash_tokens) * hash_tokens
-        check_multiple(
-            "answer_interval_tokens",
-            answer_interval_tokens,
-            unit_name="hash_tokens",
-            unit=hash_tokens,
-        )
         if lender is not None and num_host_large_pages:
             msg = "num_host_large_pages must be 0 in an arena that engines share"
             raise ValueError(msg)
@@ -148,6 +142,15 @@ class Manager:
             hash_tokens=hash_tokens,
             prefix_caching=prefix_caching,
             changes=self._changes,
+        )
+        unit = checkpoint_unit(tables, hash_tokens)
+        if answer_interval_tokens is None:
+            answer_interval_tokens = -(-ANSWER_TOKENS // unit) * unit
+        check_multiple(
+            "answer_interval_tokens",
+            answer_interval_tokens,
+            unit_name="hash_tokens and of whole pages",
+            unit=unit,
         )
         self.geometry = geometry
         num_certain = allocator.large_pages.num_certain
@@ -688,8 +691,8 @@ class Manager:
                 - The step about to run passes `num_tokens` and writes the states on its way. The
                   copies within the arena are then not made.
             prefix_hash: Hash of those tokens.
-            num_tokens: Number of tokens, a multiple of `hash_tokens`, for which the request has
-                slots.
+            num_tokens: Number of tokens, a multiple of `hash_tokens` and of every page table's
+                tokens per page, for which the request has slots.
             in_passing: Whether the step about to run writes the states on its way.
 
         Returns:
@@ -697,7 +700,7 @@ class Manager:
 
         Raises:
             ValueError: One of these holds:
-                - `num_tokens` is not a positive multiple of `hash_tokens`.
+                - `num_tokens` is not such a positive multiple.
                 - The request has slots for fewer tokens.
                 - The hash is not bytes, or is not that of its tokens.
                 - Prefix caching is off.

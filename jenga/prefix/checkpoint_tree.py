@@ -87,6 +87,27 @@ class Admitted:
     branches: Sequence[int]
 
 
+def checkpoint_unit(tables: Sequence[Table], hash_tokens: int) -> int:
+    """Get the number of tokens of which places of checkpoints are multiples.
+
+    There, a hash ends and all pages of texts are full.
+
+    Args:
+        tables: All page tables.
+        hash_tokens: Number of tokens that each further prefix hash covers.
+    """
+    return lcm(hash_tokens, *(table.grain.page_slots for table in _tables_of_text(tables)))
+
+
+def _tables_of_text(tables: Sequence[Table]) -> list[Table]:
+    """Get the page tables that have pages for each part of a text."""
+    return [
+        table
+        for table in tables
+        if not table.policy.is_overwritten and not table.policy.names_images
+    ]
+
+
 class CheckpointTree:
     """Checkpoints of one arena.
 
@@ -152,12 +173,8 @@ class CheckpointTree:
         """
         self._tables = tables
         self._host = host
-        of_text = [
-            table
-            for table in tables
-            if not table.policy.is_overwritten and not table.policy.names_images
-        ]
-        self.align_tokens = lcm(hash_tokens, *(table.grain.page_slots for table in of_text))
+        of_text = _tables_of_text(tables)
+        self.align_tokens = checkpoint_unit(tables, hash_tokens)
         self.ahead_tokens = -(-ahead_tokens // self.align_tokens) * self.align_tokens
         self._hash_tokens = hash_tokens
         facts = RequestFacts(prompt_tokens=1)

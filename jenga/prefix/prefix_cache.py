@@ -237,10 +237,11 @@ class PrefixCache:
         in_passing: bool,
     ) -> bool:
         """Keep a copy of a request's running states. See `Manager.keep_state`."""
-        if not self.is_on or not num_tokens or num_tokens % self._hash_tokens:
+        unit = self.tree.align_tokens
+        if not self.is_on or not num_tokens or num_tokens % unit:
             msg = (
-                f"num_tokens must be a positive multiple of {self._hash_tokens}, with prefix "
-                f"caching on, got {num_tokens}"
+                f"num_tokens must be a positive multiple of {unit}, of hash_tokens and of whole "
+                f"pages, with prefix caching on, got {num_tokens}"
             )
             raise ValueError(msg)
         check_bytes("prefix_hash", prefix_hash)

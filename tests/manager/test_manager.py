@@ -914,7 +914,8 @@ def test_right_after_a_state_no_other_is_kept_for_a_branch(leaves_at, kept_at):
 
 @pytest.mark.parametrize("interval", [-16, 40])
 def test_an_interval_of_answers_that_is_no_number_of_hashes_is_refused(interval):
-    message = f"answer_interval_tokens must be 0 or a multiple of hash_tokens, 16, got {interval}"
+    unit = "hash_tokens and of whole pages, 16"
+    message = f"answer_interval_tokens must be 0 or a multiple of {unit}, got {interval}"
     with pytest.raises(ValueError, match=message):
         hybrid(answer_interval_tokens=interval)
 
@@ -948,6 +949,23 @@ def test_a_state_between_hashes_is_refused(num_tokens):
 
     with pytest.raises(ValueError, match="positive multiple of 16"):
         manager.keep_state("a", b"x", num_tokens)
+
+
+def test_a_state_within_a_page_of_several_hashes_is_refused():
+    cut = geometry("wide", full(tokens=32, slot_bytes=16, per_large=2), state(slot_bytes=1024))
+    manager = manager_of(cut, 60, prefix_caching=True, hash_tokens=8)
+    assert manager.answer_interval_tokens == 64
+    keys = hashes(64, hash_tokens=8)
+    manager.allocate("a", num_tokens=64)
+    manager.commit("a", keys, 64)
+
+    with pytest.raises(ValueError, match="positive multiple of 32"):
+        manager.keep_state("a", keys[0], 8)
+    manager.check()
+    assert manager.keep_state("a", keys[-1], 64)
+    manager.check()
+    with pytest.raises(ValueError, match="multiple of hash_tokens and of whole pages, 32, got 40"):
+        manager_of(cut, 60, prefix_caching=True, hash_tokens=8, answer_interval_tokens=40)
 
 
 def test_a_request_alone_in_the_arena_fits_though_its_hit_is_a_state():
