@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jenga.tables.request import PrefixHit
-from tests.machines.geometries import cross, full
+from tests.machines.geometries import cross, embedding, full
 from tests.vllm_plugin.attention.test_attention_features import WHISPER
 from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
@@ -485,12 +485,9 @@ def shown(offset, length, is_embed=None, name="one"):
 
 
 def test_every_image_of_a_request_has_its_place_and_its_content():
-    from jenga.spec import FullAttention, ImageEmbedding
     from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
 
-    kinds = [FullAttention, ImageEmbedding]
-    tables = [SimpleNamespace(layer_type=object.__new__(kind)) for kind in kinds]
-    hits = EncoderHits(SimpleNamespace(page_tables=tables))
+    hits = EncoderHits(SimpleNamespace(page_tables=[full(), embedding()]))
     features = [shown(3, 4), shown(9, 7, [0, 0, 1, 1, 0, 1, 0]), shown(20, 4), shown(30, 3)]
 
     images = hits.images(SimpleNamespace(mm_features=features))
