@@ -14,11 +14,8 @@ from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.states import test_replayed_gated_delta as delta
 from tests.vllm_plugin.states import test_replayed_states as mamba2
-from tests.vllm_plugin.states.test_drafted_states import (
-    DRAFTS,
-    SLOTS,
-    drafting_config,  # noqa: F401 (a fixture)
-)
+from tests.vllm_plugin.states.test_drafted_states import DRAFTS, SLOTS
+from tests.vllm_plugin.states.test_drafted_states import config as drafting_config  # noqa: F401 (a fixture)
 from tests.vllm_plugin.states.test_hybrid_engine import CUTS, JENGA, TURN
 from tests.vllm_plugin.states.test_mamba import (
     INNER,
@@ -33,7 +30,7 @@ from tests.vllm_plugin.states.test_replayed_states import hits_of_answers
 
 pytestmark = pytest.mark.vllm
 
-LENGTHS = [(9, 34), (20, 47), (3, 17), (1, 22), (30, 40), (12, 29)]
+LENGTHS = [(9, 24), (20, 31), (3, 13), (1, 15)]
 """Tokens of each request's prompt, and of all."""
 
 HISTORY_TOKENS = 8
@@ -99,7 +96,7 @@ def test_requests_that_join_and_leave_get_what_they_would_alone(make, config):  
             ways.append(metadata.replay_d.writes_states)
 
     # Every request meets both ways, and often changes from one to the other.
-    assert sum(one != two for one, two in itertools.pairwise(ways)) > 8, ways
+    assert sum(one != two for one, two in itertools.pairwise(ways)) > 5, ways
     assert written == {True, False}
     for request_inputs, parts in zip(inputs, outputs, strict=True):
         check(request_inputs, torch.cat(parts))
