@@ -627,7 +627,7 @@ def _behind() -> str:
         f"{shapes['X1'].ratio(peer):.2f}. Prompts over float8 pages run at {share:.2f} of the "
         f"speed of 16-bit pages. With 8 requests of Nemotron-H or Granite, steps that seldom write "
         f"states run at {min(few):.2f} to {max(few):.2f} of vLLM's speed. Engines write all states "
-        f"in such steps, which was not timed."
+        f"there, which was not timed."
     )
 
 
