@@ -394,6 +394,7 @@ def _specialized_launch(
         BOX_DIM,
         attention_prefill_hopper_kernel,
         box_descriptor,
+        joined_descriptor,
         rows_descriptor,
     )
 
@@ -402,6 +403,10 @@ def _specialized_launch(
     num_items = plan.max_row_tiles * kind.num_kv_heads
     num_programs = min(tiles.num_programs, num_items)
     q_descriptor = rows_descriptor(q, kind.group_heads) if tiles.loads_rows else None
+    k_joined = v_joined = None
+    if tiles.joins_pages:
+        k_joined = rebased(joined_descriptor(k_pages, tiles.block_n), None)
+        v_joined = rebased(joined_descriptor(v_pages, tiles.block_n), None)
     return Launch(
         kernel=attention_prefill_hopper_kernel,
         grid=(num_programs,),
@@ -410,6 +415,8 @@ def _specialized_launch(
             "q_descriptor": rebased(q_descriptor, None),
             "k_descriptor": rebased(box_descriptor(k_pages, block_tokens), None),
             "v_descriptor": rebased(box_descriptor(v_pages, block_tokens), None),
+            "k_joined_descriptor": k_joined,
+            "v_joined_descriptor": v_joined,
             "num_items": num_items,
             "num_programs": num_programs,
             "BLOCK_D": max(BOX_DIM.value, power_of_two(kind.head_dim)),
@@ -423,6 +430,8 @@ def _specialized_launch(
             ("q_descriptor", "q_ptr"),
             ("k_descriptor", "k_pages_ptr"),
             ("v_descriptor", "v_pages_ptr"),
+            ("k_joined_descriptor", "k_pages_ptr"),
+            ("v_joined_descriptor", "v_pages_ptr"),
         ),
     )
 

@@ -287,6 +287,7 @@ def _specialized_launch(
     # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.latent.hopper.decode import (  # noqa: PLC0415
         KEYS,
+        joined_descriptor,
         latent_decode_hopper_kernel,
         latents_descriptor,
         queries_descriptor,
@@ -300,6 +301,9 @@ def _specialized_launch(
         | {
             "q_descriptor": rebased(queries_descriptor(q), None),
             "pages_descriptor": rebased(latents_descriptor(pages, block_tokens), None),
+            "joined_descriptor": (
+                rebased(joined_descriptor(pages), None) if team.joins_pages else None
+            ),
             "num_pages": pages.shape[0],
             "NUM_HEADS": plan.kind.num_heads,
             "NUM_MEMBERS": team.num_members,
@@ -307,7 +311,11 @@ def _specialized_launch(
             "TAKES_TURNS": team.takes_turns,
             "num_warps": 4,
         },
-        descriptors=(("q_descriptor", "q_ptr"), ("pages_descriptor", "pages_ptr")),
+        descriptors=(
+            ("q_descriptor", "q_ptr"),
+            ("pages_descriptor", "pages_ptr"),
+            ("joined_descriptor", "pages_ptr"),
+        ),
     )
 
 

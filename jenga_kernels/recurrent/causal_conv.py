@@ -17,7 +17,8 @@ from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference.recurrent import causal_conv as reference
 from jenga_kernels.triton.conv.causal_conv import causal_conv_kernel
-from jenga_kernels.triton.lib.addressing import alignment, strides
+from jenga_kernels.triton.conv.groups import STRIDES
+from jenga_kernels.triton.lib.addressing import alignment, named_strides, strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 from jenga_kernels.triton.recurrent.tiles import conv_tiles
 
@@ -156,14 +157,9 @@ def _launches(given: _Arguments, checkpoints: Checkpoints | None) -> list[Launch
     width = given.weight.shape[1]
     tiles = conv_tiles(machine_of(given.x.device), dim)
     blocks = num_tokens // tiles.block_tokens + num_requests
-    stride_slot, stride_dim, stride_column = strides(given.states)
     constants = {
         "num_requests": num_requests,
-        "stride_out_token": strides(given.out)[0],
-        "stride_states_slot": stride_slot,
-        "stride_states_dim": stride_dim,
-        "stride_states_column": stride_column,
-        "stride_x_token": strides(given.x)[0],
+        **named_strides(given._asdict(), STRIDES),
         "stride_weight_dim": given.weight.stride(0),
         "stride_weight_column": given.weight.stride(1),
         "stride_initial": given.initial_slots.stride(0),

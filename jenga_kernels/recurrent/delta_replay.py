@@ -22,11 +22,12 @@ from jenga_kernels.checks.tensors import (
 )
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference.recurrent import delta_replay as reference
+from jenga_kernels.triton.delta.groups import STRIDES
 from jenga_kernels.triton.delta.replay import delta_replay_kernel
 from jenga_kernels.triton.delta.replay_products import delta_replay_products_kernel
 from jenga_kernels.triton.delta.replay_write import delta_replay_write_kernel
 from jenga_kernels.triton.delta.tiles import delta_replay_tiles, delta_update_tiles
-from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.addressing import named_strides
 from jenga_kernels.triton.lib.tiles import Machine, machine_of, power_of_two
 from jenga_kernels.triton.recurrent.tiles import LEAST_PRODUCT
 
@@ -217,33 +218,14 @@ def _launches(given: _Arguments) -> list[Launch]:
         is_per_channel=is_per_channel,
         has_one_token=given.query_starts is None,
     )
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
+    history = {
+        "changes": given.history_changes,
+        "keys": given.history_keys,
+        "decays": given.history_decays,
+    }
     constants = {
         "scale": scale,
-        "stride_out_token": strides(given.out)[0],
-        "stride_out_head": strides(given.out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_changes_slot": strides(given.history_changes)[0],
-        "stride_changes_head": strides(given.history_changes)[1],
-        "stride_changes_token": strides(given.history_changes)[2],
-        "stride_keys_slot": strides(given.history_keys)[0],
-        "stride_keys_head": strides(given.history_keys)[1],
-        "stride_keys_token": strides(given.history_keys)[2],
-        "stride_decays_slot": strides(given.history_decays)[0],
-        "stride_decays_head": strides(given.history_decays)[1],
-        "stride_decays_token": strides(given.history_decays)[2],
-        "stride_q_token": strides(given.q)[0],
-        "stride_q_head": strides(given.q)[1],
-        "stride_k_token": strides(given.k)[0],
-        "stride_k_head": strides(given.k)[1],
-        "stride_v_token": strides(given.v)[0],
-        "stride_v_head": strides(given.v)[1],
-        "stride_gates_token": strides(given.gates)[0],
-        "stride_gates_head": strides(given.gates)[1],
-        "stride_betas_token": strides(given.betas)[0],
-        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        **named_strides(given._asdict() | history, STRIDES),
         "stride_slots": given.slots.stride(0),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,

@@ -13,6 +13,7 @@ from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, reba
 from jenga_kernels.reference.recurrent import delta_scan as reference
 from jenga_kernels.triton.delta.chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta.chunks_heads import delta_chunks_heads_kernel
+from jenga_kernels.triton.delta.groups import STRIDES
 from jenga_kernels.triton.delta.scan import delta_scan_kernel
 from jenga_kernels.triton.delta.tiles import (
     DeltaTiles,
@@ -20,7 +21,7 @@ from jenga_kernels.triton.delta.tiles import (
     has_hopper_delta_scan,
     hopper_programs,
 )
-from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.addressing import named_strides
 from jenga_kernels.triton.lib.tiles import machine_of, overlapping
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
@@ -225,11 +226,11 @@ def _launches(
     # A program that waits for the first kernel must not hold all the shared memory of a
     # multiprocessor, because the first kernel needs it.
     is_overlapped = is_ahead and is_shared and machine.has_dependent_launches
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     precision = "float16" if given.qk_l2norm else "tf32"
     if given.v.dtype == torch.float32:
         precision = "ieee"
     shared = {
+        **named_strides(given._asdict(), STRIDES),
         "stride_slots": given.state_slots.stride(0),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
         "HEAD_K_DIM": head_k_dim,
@@ -245,14 +246,6 @@ def _launches(
             "scale": scale,
             "num_requests": num_requests,
             "num_tokens": num_tokens,
-            "stride_q_token": strides(given.q)[0],
-            "stride_q_head": strides(given.q)[1],
-            "stride_k_token": strides(given.k)[0],
-            "stride_k_head": strides(given.k)[1],
-            "stride_gates_token": strides(given.gates)[0],
-            "stride_gates_head": strides(given.gates)[1] if is_per_channel else 0,
-            "stride_betas_token": strides(given.betas)[0],
-            "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
             "IS_NORMALIZED": given.qk_l2norm,
             "PRECISION": precision,
             "IS_OVERLAPPED": is_overlapped,
@@ -264,13 +257,6 @@ def _launches(
     walk = shared | {
         "num_tokens_of_all": num_tokens,
         "num_chunks": num_chunks,
-        "stride_out_token": strides(given.out)[0],
-        "stride_out_head": strides(given.out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_v_token": strides(given.v)[0],
-        "stride_v_head": strides(given.v)[1],
         "stride_initial": given.initial_slots.stride(0),
         "HEAD_V_DIM": head_v_dim,
         "IS_PER_CHANNEL": is_per_channel,

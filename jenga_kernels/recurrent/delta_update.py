@@ -10,9 +10,10 @@ from jenga_kernels.checks.states import check_slots_apart, check_steps
 from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference.recurrent import delta_update as reference
+from jenga_kernels.triton.delta.groups import STRIDES
 from jenga_kernels.triton.delta.tiles import delta_update_tiles
 from jenga_kernels.triton.delta.update import delta_update_kernel
-from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.addressing import named_strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 
 _calls: Calls = {}
@@ -159,24 +160,9 @@ def _launches(given: _Arguments) -> list[Launch]:
     tiles = delta_update_tiles(
         machine_of(given.v.device), head_k_dim, head_v_dim, given.states.element_size()
     )
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     constants = {
         "scale": scale,
-        "stride_out_token": strides(given.out)[0],
-        "stride_out_head": strides(given.out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_q_token": strides(given.q)[0],
-        "stride_q_head": strides(given.q)[1],
-        "stride_k_token": strides(given.k)[0],
-        "stride_k_head": strides(given.k)[1],
-        "stride_v_token": strides(given.v)[0],
-        "stride_v_head": strides(given.v)[1],
-        "stride_gates_token": strides(given.gates)[0],
-        "stride_gates_head": strides(given.gates)[1],
-        "stride_betas_token": strides(given.betas)[0],
-        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        **named_strides(given._asdict(), STRIDES),
         "stride_initial": given.initial_slots.stride(0),
         "stride_slots_request": slots.stride(0),
         "stride_slots_token": slots.stride(1),

@@ -15,7 +15,7 @@ from jenga_kernels.checks.states import (
 from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference.recurrent import state_replay as reference
-from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.addressing import named_strides
 from jenga_kernels.triton.lib.tiles import (
     Machine,
     line_elements,
@@ -23,6 +23,7 @@ from jenga_kernels.triton.lib.tiles import (
     overlapping,
     power_of_two,
 )
+from jenga_kernels.triton.mamba.groups import STRIDES
 from jenga_kernels.triton.mamba.replay import state_replay_kernel
 from jenga_kernels.triton.mamba.replay_products import state_replay_products_kernel
 from jenga_kernels.triton.mamba.replay_token import (
@@ -221,35 +222,10 @@ def _launches(given: _Arguments) -> list[Launch]:
         return []
     D = per_channel(given.D, num_heads, head_dim)
     machine = machine_of(given.x.device)
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     constants = {
         "dt_min": given.dt_limits[0],
         "dt_max": given.dt_limits[1],
-        "stride_out_token": strides(given.out)[0],
-        "stride_out_head": strides(given.out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_history_x_slot": strides(given.history_x)[0],
-        "stride_history_x_head": strides(given.history_x)[1],
-        "stride_history_x_token": strides(given.history_x)[2],
-        "stride_history_dt_slot": strides(given.history_dt)[0],
-        "stride_history_dt_head": strides(given.history_dt)[1],
-        "stride_history_B_slot": strides(given.history_B)[0],
-        "stride_history_B_group": strides(given.history_B)[1],
-        "stride_history_B_token": strides(given.history_B)[2],
-        "stride_x_token": strides(given.x)[0],
-        "stride_x_head": strides(given.x)[1],
-        "stride_dt_token": strides(given.dt)[0],
-        "stride_dt_head": strides(given.dt)[1],
-        "stride_B_token": strides(given.B)[0],
-        "stride_B_group": strides(given.B)[1],
-        "stride_C_token": strides(given.C)[0],
-        "stride_C_group": strides(given.C)[1],
-        "stride_D_head": 0 if D is None else D.stride(0),
-        "stride_D_dim": 0 if D is None else D.stride(1),
-        "stride_z_token": 0 if given.z is None else strides(given.z)[0],
-        "stride_z_head": 0 if given.z is None else strides(given.z)[1],
+        **named_strides(given._asdict() | {"D": D}, STRIDES),
         "stride_slots": given.slots.stride(0),
         "HEADS_PER_GROUP": num_heads // given.B.shape[1],
         "HEAD_DIM": head_dim,

@@ -14,8 +14,9 @@ from jenga_kernels.checks.states import (
 from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, pointer_names, with_reference
 from jenga_kernels.reference.recurrent import state_update as reference
-from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.addressing import named_strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
+from jenga_kernels.triton.mamba.groups import STRIDES
 from jenga_kernels.triton.mamba.update import state_update_kernel
 from jenga_kernels.triton.recurrent.tiles import state_update_tiles
 
@@ -165,28 +166,10 @@ def _launches(given: _Arguments) -> list[Launch]:
         given.states.element_size(),
         num_states=num_requests * num_heads,
     )
-    stride_slot, stride_head, stride_dim, _ = strides(given.states)
     constants = {
         "dt_min": given.dt_limits[0],
         "dt_max": given.dt_limits[1],
-        "stride_out_token": strides(given.out)[0],
-        "stride_out_head": strides(given.out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_x_token": strides(given.x)[0],
-        "stride_x_head": strides(given.x)[1],
-        "stride_dt_token": strides(given.dt)[0],
-        "stride_dt_head": strides(given.dt)[1],
-        "stride_B_token": strides(given.B)[0],
-        "stride_B_group": strides(given.B)[1],
-        "stride_C_token": strides(given.C)[0],
-        "stride_C_group": strides(given.C)[1],
-        "stride_D_head": 0 if D is None else D.stride(0),
-        "stride_D_dim": 0 if D is None else D.stride(1),
-        "stride_z_token": 0 if given.z is None else strides(given.z)[0],
-        "stride_z_head": 0 if given.z is None else strides(given.z)[1],
-        "stride_dt_bias_head": 0 if given.dt_bias is None else strides(given.dt_bias)[0],
+        **named_strides(given._asdict() | {"D": D}, STRIDES),
         "stride_initial": given.initial_slots.stride(0),
         "stride_slots_request": slots.stride(0),
         "stride_slots_token": slots.stride(1),

@@ -2,9 +2,13 @@
 
 python -m perf.kernels.bench_latent_attention [--only D17] [--peers flash-mla,jenga-plain]
 [--dry-run]
+
+Shapes of small pages are also timed with pages that follow one another in the arena. There the
+warp-specialized kernel can load a tile's pages as one box (`jenga-joined`).
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -23,6 +27,7 @@ from perf.shapes.latent_shapes import (
     LatentShape,
     make_batch,
 )
+from perf.shapes.neighbours import with_neighbours
 
 MOST_DRAFTED_TOKENS = 8
 """Largest number of query tokens per request that counts as a decode step."""
@@ -33,7 +38,7 @@ def jenga(
     out: torch.Tensor,
     *,
     is_warp_specialized: bool | None = None,
-    takes_turns: bool | None = None,
+    changes: Mapping[str, bool] | None = None,
 ) -> Launch:
     """Prepare our operation. Its plan is not timed, because all layers of a step share it.
 
@@ -41,7 +46,7 @@ def jenga(
         batch: Queries and pages.
         out: Tensor for the results.
         is_warp_specialized: The same argument of `plan_latent_attention`.
-        takes_turns: Value that replaces `takes_turns` of the chosen tiles. None keeps it.
+        changes: Fields of the chosen `TeamTiles` to replace.
 
     Raises:
         UnsupportedError: One of the two is given, but the warp-specialized kernel does not support
@@ -61,13 +66,13 @@ def jenga(
     )
     plan = make_plan()
     team = plan.tiles.specialized_decode
-    if is_warp_specialized is not None or takes_turns is not None:
+    if is_warp_specialized is not None or changes is not None:
         if team is None:
             msg = "has no kernel whose warps specialise"
             raise UnsupportedError(msg)
         tiles = plan.tiles
-        if takes_turns is not None:
-            tiles = replace(tiles, specialized_decode=replace(team, takes_turns=takes_turns))
+        if changes is not None:
+            tiles = replace(tiles, specialized_decode=replace(team, **changes))
         plan = make_plan(
             is_warp_specialized=is_warp_specialized,
             tiles=None if is_warp_specialized is False else tiles,
@@ -93,7 +98,8 @@ def jenga(
 IMPLEMENTATIONS = {
     "jenga": jenga,
     "jenga-plain": functools.partial(jenga, is_warp_specialized=False),
-    "jenga-at-once": functools.partial(jenga, takes_turns=False),
+    "jenga-at-once": functools.partial(jenga, changes={"takes_turns": False}),
+    "jenga-joined": functools.partial(jenga, changes={"joins_pages": True}),
     **PEERS,
 }
 """Name in a row -> function that prepares the launch.
@@ -102,6 +108,7 @@ IMPLEMENTATIONS = {
 - `jenga-plain` uses the generic kernel.
 - `jenga-at-once` uses the warp-specialized kernel, and issues the scores of both tiles of a step at
   once.
+- `jenga-joined` uses the warp-specialized kernel, and loads neighbouring pages as one box.
 """
 
 
@@ -149,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
         ],
         arguments,
     )
-    for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
+    for shape in with_neighbours(DRY_SHAPES if benchmark.is_dry else SHAPES):
         if benchmark.wants_shape(shape.name):
             measure_shape(benchmark, shape)
             if benchmark.device.type == "cuda":

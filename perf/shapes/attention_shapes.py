@@ -27,6 +27,7 @@ class AttentionShape:
         stored: Type of keys and values in pages.
         arena_bytes: Least size of the arena, in bytes. The requests' pages are scattered over all
             of it.
+        are_neighbours: Whether a request's pages follow one another in the arena instead.
     """
 
     name: str
@@ -42,6 +43,7 @@ class AttentionShape:
     is_causal: bool = True
     stored: Stored = Stored.BF16
     arena_bytes: int = 0
+    are_neighbours: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -322,7 +324,7 @@ DRY_SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """Tensors of a shape. The pages are scattered over the arena."""
+    """Tensors of a shape."""
 
     shape: AttentionShape
     q: torch.Tensor
@@ -341,7 +343,8 @@ def make_batch(shape: AttentionShape, device: torch.device, *, seed: int = 0) ->
     torch.manual_seed(seed)
     pages_of = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
     num_pages = max(sum(pages_of) + 1, shape.arena_bytes // shape.small_page_bytes)
-    order = (1 + torch.randperm(num_pages - 1)[: sum(pages_of)]).to(torch.int32)
+    arrange = torch.arange if shape.are_neighbours else torch.randperm
+    order = (1 + arrange(num_pages - 1)[: sum(pages_of)]).to(torch.int32)
     cache = make_cache(shape.cache, num_pages, device)
     fill(cache, order.long())
     table = torch.zeros(len(pages_of), max(pages_of), dtype=torch.int32)

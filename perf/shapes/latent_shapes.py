@@ -28,6 +28,8 @@ class LatentShape:
         page_tokens: Number of slots of a small page.
         num_layers: Number of layers that share a small page, which sets the stride between pages.
         is_fp8: Whether pages are float8_e4m3fn.
+        are_neighbours: Whether a request's pages follow one another in the arena. Otherwise they
+            are scattered over it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class LatentShape:
     page_tokens: int = 64
     num_layers: int = 4
     is_fp8: bool = False
+    are_neighbours: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +130,7 @@ DRY_SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentBatch:
-    """Tensors of a shape. The pages are scattered over the arena."""
+    """Tensors of a shape."""
 
     shape: LatentShape
     q: torch.Tensor
@@ -155,7 +158,8 @@ def make_batch(shape: LatentShape, device: torch.device, *, seed: int = 0) -> La
     for some in torch.arange(num_pages).split(4096):  # piece by piece: the arena is large
         part = torch.randn(len(some), *rows, device=device).to(dtype)
         pages.view(writable)[some.to(device)] = part.view(writable)
-    order = (1 + torch.randperm(num_pages - 1)).to(torch.int32)
+    arrange = torch.arange if shape.are_neighbours else torch.randperm
+    order = (1 + arrange(num_pages - 1)).to(torch.int32)
     table = torch.zeros(len(pages_of), max(pages_of), dtype=torch.int32)
     taken = 0
     for request, count in enumerate(pages_of):

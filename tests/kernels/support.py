@@ -97,15 +97,25 @@ def row_parts(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[slice,
 
 
 def shuffled_page_table(
-    num_pages_of_requests: Sequence[int], num_pages: int, rng: torch.Generator, *, extra: int = 1
+    num_pages_of_requests: Sequence[int],
+    num_pages: int,
+    rng: torch.Generator,
+    *,
+    extra: int = 1,
+    run_pages: int = 1,
 ) -> torch.Tensor:
     """i32[num_requests, max_pages]: distinct pages in random order, page 0 never used.
 
-    Entries past a request's pages are page 0, the null page.
+    Runs of 1 to run_pages pages keep their order. Entries past a request's pages are page 0, the
+    null page.
     """
     columns = max([0, *num_pages_of_requests]) + extra
     table = torch.zeros(len(num_pages_of_requests), columns, dtype=torch.int32)
     order = 1 + torch.randperm(num_pages - 1, generator=rng)
+    if run_pages > 1:
+        lengths = torch.randint(1, run_pages + 1, (num_pages,), generator=rng)
+        runs = torch.arange(1, num_pages).tensor_split(lengths.cumsum(0))
+        order = torch.cat([runs[i] for i in torch.randperm(len(runs), generator=rng)])
     taken = 0
     for request, count in enumerate(num_pages_of_requests):
         table[request, :count] = order[taken : taken + count].to(torch.int32)

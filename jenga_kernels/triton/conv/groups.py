@@ -17,3 +17,7 @@ class Gates(NamedTuple):
 
     input_gates_ptr: Pointer  # [num_tokens, dim] or None
     output_gates_ptr: Pointer  # [num_tokens, dim] or None
+
+
+STRIDES = {"out": ("token",), "states": ("slot", "dim", "column"), "x": ("token",)}
+"""Tensor -> dimensions of which kernels take strides. See `addressing.named_strides`."""

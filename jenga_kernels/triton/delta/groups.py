@@ -52,3 +52,22 @@ class History(NamedTuple):
     history_changes_ptr: Pointer  # [num_slots, num_v_heads, history_tokens, head_v_dim]
     history_keys_ptr: Pointer  # [num_slots, num_qk_heads, history_tokens, head_k_dim]
     history_decays_ptr: Pointer  # f32[num_slots, num_v_heads, history_tokens] or [.., head_k_dim]
+
+
+STRIDES = {
+    "out": ("token", "head"),
+    "states": ("slot", "head", "dim"),
+    "changes": ("slot", "head", "token"),
+    "keys": ("slot", "head", "token"),
+    "decays": ("slot", "head", "token"),
+    "q": ("token", "head"),
+    "k": ("token", "head"),
+    "v": ("token", "head"),
+    "gates": ("token", "head"),
+    "betas": ("token",),
+    "dt_bias": ("head",),
+}
+"""Tensor -> dimensions of which kernels take strides. See `addressing.named_strides`.
+
+Changes, keys and decays are those of a history.
+"""

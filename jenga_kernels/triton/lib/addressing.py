@@ -4,6 +4,7 @@ An arena holds far more than 2**31 elements, so every id is widened before it is
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 import triton.language as tl
@@ -168,6 +169,29 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(
         0 if size <= 1 else stride for size, stride in zip(tensor.shape, found, strict=True)
     )
+
+
+def named_strides(
+    tensors: Mapping[str, object], dims: Mapping[str, tuple[str, ...]]
+) -> dict[str, int]:
+    """Get the arguments `stride_{tensor}_{dimension}` of a kernel.
+
+    Args:
+        tensors: Arguments of an operation by name. The strides of None are 0.
+        dims: Names of tensors -> names of their first dimensions. Those that the operation does not
+            have are left out.
+
+    Returns:
+        Strides as `strides` gives them, in elements.
+    """
+    found: dict[str, int] = {}
+    for name, of_tensor in dims.items():
+        if name not in tensors:
+            continue
+        tensor = tensors[name]
+        known = strides(tensor) if isinstance(tensor, torch.Tensor) else (0,) * len(of_tensor)
+        found |= {f"stride_{name}_{dim}": known[at] for at, dim in enumerate(of_tensor)}
+    return found
 
 
 def constant_stride(stride: int, num_indices: int) -> int | None:

@@ -230,6 +230,8 @@ class SpecializedTiles:
         loads_rows: Whether the loading warp also loads queries ahead, which needs shared memory for
             two tiles of queries.
         num_programs: Number of programs that the row tiles are spread over.
+        joins_pages: Whether small pages that follow one another in the arena are loaded as one box.
+            No GPU has timed it.
     """
 
     block_n: int
@@ -237,6 +239,7 @@ class SpecializedTiles:
     takes_turns: bool
     loads_rows: bool
     num_programs: int
+    joins_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,10 +250,12 @@ class TeamTiles:
         num_members: Number of programs in a team, which shares the work of one of `num_programs`.
             Each has WARPGROUP_ROWS rows of its requests.
         takes_turns: Whether the groups of warps that multiply issue their scores in turns.
+        joins_pages: As in `SpecializedTiles`.
     """
 
     num_members: int
     takes_turns: bool
+    joins_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

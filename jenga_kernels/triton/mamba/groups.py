@@ -54,3 +54,20 @@ class StepLimits(NamedTuple):
 
     dt_min: float
     dt_max: float
+
+
+STRIDES = {
+    "out": ("token", "head"),
+    "states": ("slot", "head", "dim"),
+    "history_x": ("slot", "head", "token"),
+    "history_dt": ("slot", "head"),
+    "history_B": ("slot", "group", "token"),
+    "x": ("token", "head"),
+    "dt": ("token", "head"),
+    "B": ("token", "group"),
+    "C": ("token", "group"),
+    "D": ("head", "dim"),
+    "z": ("token", "head"),
+    "dt_bias": ("head",),
+}
+"""Tensor -> dimensions of which kernels take strides. See `addressing.named_strides`."""

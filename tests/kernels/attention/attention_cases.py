@@ -50,6 +50,7 @@ class Shape:
     pages_dtype: torch.dtype | None = None
     is_head_major: bool = True
     num_padding_tokens: int = 0
+    run_pages: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,7 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         scales = torch.full((num_pages, 3, *sides), float("nan"), device=DEVICE)
         scales = scales.bfloat16() if is_int4 else scales
         slot_scales = [scales[:, 1, side].transpose(1, 2) for side in range(2)]
-    table = shuffled_page_table(num_pages_of, num_pages, rng)
+    table = shuffled_page_table(num_pages_of, num_pages, rng, run_pages=shape.run_pages)
     spans = [
         random_spans(query_len, seq_len, rng) if options.has_spans else []
         for query_len, seq_len in shape.requests

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ def launch(
     decode_query_tokens=None,
     max_query_tokens=None,
     is_warp_specialized=False,
+    joins_pages=False,
     is_batch_invariant=False,
     has_slot_scales=False,
     **options,
@@ -50,7 +54,8 @@ def launch(
         has_slot_scales=has_slot_scales,
         is_int4=pages_dtype == INT4_DTYPE,
     )
-    plan = plan_attention(
+    make_plan = partial(
+        plan_attention,
         query_starts,
         seq_lens,
         kind,
@@ -58,9 +63,11 @@ def launch(
         dtype=dtype,
         decode_query_tokens=decode_query_tokens,
         max_query_tokens=max_query_tokens,
-        is_warp_specialized=is_warp_specialized,
-        is_batch_invariant=is_batch_invariant,
     )
+    plan = make_plan(is_warp_specialized=is_warp_specialized, is_batch_invariant=is_batch_invariant)
+    if joins_pages:
+        joining = replace(plan.tiles.specialized_prefill, joins_pages=True)
+        plan = make_plan(tiles=replace(plan.tiles, specialized_prefill=joining))
     paged_attention(
         q,
         pages[..., key],

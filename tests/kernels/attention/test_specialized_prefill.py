@@ -117,6 +117,28 @@ def test_specialized_prefill_programs_do_one_row_tile_after_another(options):
     check_batch(batch, decode_query_tokens=0, tiles=few)
 
 
+JOINED_SHAPES = {
+    "pages_of_8_tokens": Shape(requests=REQUESTS, page_tokens=8, run_pages=20),
+    "pages_of_16_tokens": Shape(requests=REQUESTS, head_dim=128, run_pages=9),
+    "pages_of_32_tokens": Shape(requests=REQUESTS, page_tokens=32, run_pages=9, num_heads=2),
+    "wide_heads": Shape(requests=((70, 500),), head_dim=256, run_pages=12),
+    "no_neighbours": Shape(requests=((70, 300),)),
+    "all_neighbours": Shape(requests=((70, 700),), run_pages=1000),
+    "token_major": Shape(requests=REQUESTS, is_head_major=False, run_pages=9),
+}
+
+
+@only_on_hopper
+@pytest.mark.parametrize("options", [Options(), Options(window_tokens=150)])
+@pytest.mark.parametrize("shape", JOINED_SHAPES.values(), ids=JOINED_SHAPES.keys())
+def test_specialized_prefill_loads_neighbouring_pages_as_one_box(shape, options):
+    batch = make_batch(replace(shape, dtype=torch.bfloat16), options)
+    tiles = batch.plan(is_warp_specialized=True, decode_query_tokens=0).tiles
+    joining = replace(tiles.specialized_prefill, joins_pages=True)
+
+    check_batch(batch, decode_query_tokens=0, tiles=replace(tiles, specialized_prefill=joining))
+
+
 @only_on_hopper
 def test_specialized_prefill_takes_heads_without_sinks_and_spans_of_keys_that_are_not_there():
     shape = Shape(requests=((20, 0), (150, 150), (9, 9)), dtype=torch.bfloat16)
@@ -219,6 +241,13 @@ def compile_other_heads():
         launch(head_dim=head_dim, is_warp_specialized=True)
 
 
+def compile_joined_pages():
+    for head_dim, page_tokens in ((64, 16), (128, 16), (128, 32), (256, 16)):
+        launch(
+            head_dim=head_dim, page_tokens=page_tokens, is_warp_specialized=True, joins_pages=True
+        )
+
+
 def compile_options():
     for head_dim in (64, 128, 256):
         spans = torch.zeros(4096, 2, dtype=torch.int32)
@@ -244,6 +273,7 @@ def compile_options():
     [
         compile_the_usual_head,
         compile_other_heads,
+        compile_joined_pages,
         compile_options,
     ],
 )

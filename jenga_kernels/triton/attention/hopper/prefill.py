@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jenga_kernels.triton.attention.groups import HeadTerms, Requests, Results, RowWork, Scores
 from jenga_kernels.triton.attention.hopper.load import (
+    AT_ONCE,
     BOX_DIM,
     BOX_LAYOUT,
     ROWS_LAYOUT,
@@ -76,6 +77,8 @@ def attention_prefill_hopper_kernel(
     q_descriptor,  # the same, or None: groups of warps then load their own rows
     k_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     v_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    k_joined_descriptor,  # the same in boxes of AT_ONCE pages, or None
+    v_joined_descriptor,
     requests,
     row_work,
     terms,
@@ -172,8 +175,8 @@ def attention_prefill_hopper_kernel(
                 load_tiles,
                 (
                     (q, items, item_ready, item_free, q_descriptor),
-                    k_descriptor,
-                    v_descriptor,
+                    (k_descriptor, k_joined_descriptor),
+                    (v_descriptor, v_joined_descriptor),
                     requests.page_table_ptr,
                     (
                         requests.query_starts_ptr,
@@ -198,21 +201,37 @@ def attention_prefill_hopper_kernel(
     )
 
 
-def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
-    """Make the TMA descriptor for boxes of rows of one head of a page.
+def box_descriptor(
+    pages: torch.Tensor, block_tokens: int, *, block_pages: int = 1
+) -> TensorDescriptor:
+    """Make the TMA descriptor for boxes of rows of one head of a page, or of neighbouring pages.
 
     Args:
         pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 bits an
             element; any strides that are multiples of 16 bytes, last dimension contiguous.
-        block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
+        block_tokens: Rows of a box in a page; a divisor of page_tokens and a multiple of 8.
+        block_pages: Pages of a box.
     """
     # PyTorch leaves the stride of a dimension of size one undefined, but TMA reads it.
     strides = [
         stride if size > 1 else BOX_DIM.value
         for size, stride in zip(pages.shape, pages.stride(), strict=True)
     ]
-    block = [1, block_tokens, 1, BOX_DIM.value]
+    block = [block_pages, block_tokens, 1, BOX_DIM.value]
     return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, BOX_LAYOUT)
+
+
+def joined_descriptor(pages: torch.Tensor, block_n: int) -> TensorDescriptor | None:
+    """Make the TMA descriptor for boxes of AT_ONCE pages; None if tiles do not consist of them.
+
+    Args:
+        pages: As `box_descriptor` takes them.
+        block_n: Keys of a tile.
+    """
+    page_tokens = pages.shape[1]
+    if block_n % (AT_ONCE.value * page_tokens):
+        return None
+    return box_descriptor(pages, page_tokens, block_pages=AT_ONCE.value)
 
 
 def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:

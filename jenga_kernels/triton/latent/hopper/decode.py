@@ -54,6 +54,7 @@ def latent_decode_hopper_kernel(
     # Inputs
     q_descriptor,  # [num_tokens, NUM_HEADS, 2 * HALF_DIM + rotary_dim]
     pages_descriptor,  # [num_pages, page_tokens, 2 * HALF_DIM + rotary_dim]
+    joined_descriptor,  # the same in boxes of a tile's pages, or None
     page_table_ptr,  # i32[num_requests, max_pages]
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -156,7 +157,7 @@ def latent_decode_hopper_kernel(
                 load_latents,
                 (
                     q_descriptor,
-                    pages_descriptor,
+                    (pages_descriptor, joined_descriptor),
                     page_table_ptr,
                     (
                         query_starts_ptr,
@@ -183,16 +184,31 @@ def latent_decode_hopper_kernel(
     )
 
 
-def latents_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
-    """Make the TMA descriptor for boxes of rows of a page.
+def latents_descriptor(
+    pages: torch.Tensor, block_tokens: int, *, block_pages: int = 1
+) -> TensorDescriptor:
+    """Make the TMA descriptor for boxes of rows of a page, or of neighbouring pages.
 
     Args:
         pages: Latents and rotary keys, [num_pages, page_tokens, width], of 16 or 8 bits an element;
             any strides that are multiples of 16 bytes, last dimension contiguous.
-        block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
+        block_tokens: Rows of a box in a page; a divisor of page_tokens and a multiple of 8.
+        block_pages: Pages of a box.
     """
     layout = BYTE_BOX_LAYOUT if pages.element_size() == 1 else BOX_LAYOUT
-    return _descriptor(pages, [1, block_tokens, BOX_DIM.value], layout)
+    return _descriptor(pages, [block_pages, block_tokens, BOX_DIM.value], layout)
+
+
+def joined_descriptor(pages: torch.Tensor) -> TensorDescriptor | None:
+    """Make the TMA descriptor for boxes of a tile's pages; None if tiles are not several pages.
+
+    Args:
+        pages: As `latents_descriptor` takes them.
+    """
+    page_tokens = pages.shape[1]
+    if page_tokens == KEYS.value or KEYS.value % page_tokens:
+        return None
+    return latents_descriptor(pages, page_tokens, block_pages=KEYS.value // page_tokens)
 
 
 def queries_descriptor(q: torch.Tensor) -> TensorDescriptor:

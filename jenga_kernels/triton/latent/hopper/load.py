@@ -17,6 +17,7 @@ from jenga_kernels.triton.attention.hopper.load import (
     BOX_DIM,
     HAS_REINTERPRET,
     TILE_LAYOUT,
+    are_neighbours,
     copy_box,
     zero_rows,
 )
@@ -61,7 +62,7 @@ MIN_SPLIT_TILES = gl.constexpr(_MIN_SPLIT_TILES.value)
 @gluon.jit
 def load_latents(
     q_descriptor,
-    pages_descriptor,
+    pages_descriptors,
     page_table_ptr,
     work,
     num_pages,
@@ -74,7 +75,10 @@ def load_latents(
     BLOCK_T: gl.constexpr,
     IS_CONVERTED: gl.constexpr,
 ):
-    """Load the queries and all latents of one run after another, as soon as places are free."""
+    """Load the queries and all latents of one run after another, as soon as places are free.
+
+    Latents have a descriptor for boxes, and one for the neighbouring pages of a tile or None.
+    """
     q, latents, rotary, weights, items, _, barriers = room
     ready, free, landed, _, item_ready, item_free, _ = barriers
     (
@@ -113,7 +117,7 @@ def load_latents(
                     if (step == 0) & (num_steps > 0):
                         for part in gl.static_range(PARTS_AHEAD):
                             _ask_for_part(
-                                pages_descriptor,
+                                pages_descriptors,
                                 table_row_ptr,
                                 tile_start,
                                 part,
@@ -130,7 +134,7 @@ def load_latents(
                 elif step < num_steps:
                     for tile in gl.static_range(2):
                         num_landed += _load_tile(
-                            pages_descriptor,
+                            pages_descriptors,
                             table_row_ptr,
                             ((tile_start + step) * 2 + tile) * KEYS,
                             seq_len,
@@ -169,7 +173,7 @@ def load_latents(
                 if IS_CONVERTED:  # noqa: SIM102 - known when it is compiled
                     if step < num_steps:
                         _convert_step(
-                            pages_descriptor,
+                            pages_descriptors,
                             table_row_ptr,
                             tile_start + step,
                             step + 1 < num_steps,
@@ -246,7 +250,7 @@ def _load_queries(descriptor, token, head, q, weights, ready):
 
 @gluon.jit
 def _load_tile(
-    descriptor,
+    descriptors,
     table_row_ptr,
     first_key,
     seq_len,
@@ -287,7 +291,9 @@ def _load_tile(
     place: gl.constexpr = tile * NUM_PARTS + ROTARY_PART
     mbarrier.wait(free.index(place), phase ^ 1)
     mbarrier.expect(ready.index(place), KEYS * BOX_DIM * 2)
-    _copy_part(descriptor, pages, slots, 2 * HALF_DIM, rotary, tile, ready.index(place), BLOCK_T, 1)
+    _copy_part(
+        descriptors, pages, slots, 2 * HALF_DIM, rotary, tile, ready.index(place), BLOCK_T, 1
+    )
     for half in gl.static_range(2):
         mbarrier.wait(free.index(tile * NUM_PARTS + half), phase ^ 1)
         lands_at = ready.index(tile * NUM_PARTS + half)
@@ -295,7 +301,7 @@ def _load_tile(
             lands_at = landed.index(half)  # not yet ready
         mbarrier.expect(lands_at, KEYS * HALF_DIM * 2)
         _copy_part(
-            descriptor,
+            descriptors,
             pages,
             slots,
             half * HALF_DIM,
@@ -316,7 +322,7 @@ def _load_tile(
 
 @gluon.jit
 def _copy_part(
-    descriptor,
+    descriptors,
     pages,
     slots,
     first_dim: gl.constexpr,
@@ -327,12 +333,36 @@ def _copy_part(
     PARTS: gl.constexpr,
 ):
     """Start loads of PARTS * BOX_DIM elements of a tile's rows, from first_dim on."""
+    descriptor, joined_descriptor = descriptors
     NUM_BOXES: gl.constexpr = KEYS // BLOCK_T
     shape: gl.constexpr = [places.shape[0] * PARTS * NUM_BOXES, 1, BLOCK_T, BOX_DIM]
     if HAS_REINTERPRET:
         boxes = places.reinterpret(places.dtype, shape, descriptor.layout)
     else:
         boxes = places._reinterpret(places.dtype, shape, descriptor.layout)
+    if joined_descriptor is None:
+        _copy_boxes(descriptor, pages, slots, first_dim, boxes, place, ready, NUM_BOXES, PARTS)
+    elif are_neighbours(pages, NUM_BOXES):
+        _copy_pages(
+            joined_descriptor, pages[0], first_dim, places, place, ready, places.shape[0], PARTS
+        )
+    else:
+        _copy_boxes(descriptor, pages, slots, first_dim, boxes, place, ready, NUM_BOXES, PARTS)
+
+
+@gluon.jit
+def _copy_boxes(
+    descriptor,
+    pages,
+    slots,
+    first_dim: gl.constexpr,
+    boxes,
+    place: gl.constexpr,
+    ready,
+    NUM_BOXES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Start loads of a tile box by box."""
     for part in gl.static_range(PARTS):
         for box in gl.static_range(NUM_BOXES):
             copy_box(
@@ -344,8 +374,36 @@ def _copy_part(
 
 
 @gluon.jit
-def _ask_for_part(
+def _copy_pages(
     descriptor,
+    first_page,
+    first_dim: gl.constexpr,
+    places,
+    place: gl.constexpr,
+    ready,
+    NUM_PLACES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Start loads of a tile whose pages are neighbours, all of them at once."""
+    PAGES: gl.constexpr = descriptor.block_type.shape[0]
+    PAGE_TOKENS: gl.constexpr = descriptor.block_type.shape[1]
+    shape: gl.constexpr = [NUM_PLACES * PARTS, PAGES, PAGE_TOKENS, BOX_DIM]
+    if HAS_REINTERPRET:
+        tiles = places.reinterpret(descriptor.dtype, shape, descriptor.layout)
+    else:
+        tiles = places._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    for part in gl.static_range(PARTS):
+        copy_box(
+            descriptor,
+            [first_page, 0, first_dim + part * BOX_DIM],
+            ready,
+            tiles.index(place * PARTS + part),
+        )
+
+
+@gluon.jit
+def _ask_for_part(
+    descriptors,
     table_row_ptr,
     step,
     part: gl.constexpr,
@@ -361,6 +419,7 @@ def _ask_for_part(
 ):
     """Start loads of a stored part into the upper half of its place, once that is free."""
     # The parts of a step are in the order in which they are needed: rotary keys first.
+    descriptor, joined_descriptor = descriptors
     tile: gl.constexpr = part // NUM_PARTS
     which: gl.constexpr = (part + ROTARY_PART) % NUM_PARTS
     place: gl.constexpr = tile * NUM_PARTS + which
@@ -389,14 +448,51 @@ def _ask_for_part(
         slot = gl.where(slot == PAGE_TOKENS, 0, slot)
     mbarrier.wait(free.index(place), phase ^ 1)
     mbarrier.expect(landed.index(place), KEYS * BLOCKS * BOX_DIM)
-    slot = first_slot
+    upper: gl.constexpr = in_places * 2 + 1
+    lands_at = landed.index(place)
+    if joined_descriptor is None:
+        _copy_stored(
+            descriptor, pages, first_slot, first_dim, boxes, upper, lands_at, PAGE_TOKENS, BLOCKS
+        )
+    elif are_neighbours(pages, NUM_BOXES):
+        _copy_pages(
+            joined_descriptor,
+            pages[0],
+            first_dim,
+            places,
+            upper,
+            lands_at,
+            places.shape[0] * 2,
+            BLOCKS,
+        )
+    else:
+        _copy_stored(
+            descriptor, pages, first_slot, first_dim, boxes, upper, lands_at, PAGE_TOKENS, BLOCKS
+        )
+
+
+@gluon.jit
+def _copy_stored(
+    descriptor,
+    pages,
+    slot,
+    first_dim: gl.constexpr,
+    boxes,
+    place: gl.constexpr,
+    landed,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """Start loads of a stored part box by box."""
+    BLOCK_T: gl.constexpr = descriptor.block_type.shape[1]
+    NUM_BOXES: gl.constexpr = KEYS // BLOCK_T
     for box in gl.static_range(NUM_BOXES):
         for block in gl.static_range(BLOCKS):
             copy_box(
                 descriptor,
                 [pages[box], slot, first_dim + block * BOX_DIM],
-                landed.index(place),
-                boxes.index(((in_places * 2 + 1) * BLOCKS + block) * NUM_BOXES + box),
+                landed,
+                boxes.index((place * BLOCKS + block) * NUM_BOXES + box),
             )
         slot += BLOCK_T
         slot = gl.where(slot == PAGE_TOKENS, 0, slot)
@@ -404,7 +500,7 @@ def _ask_for_part(
 
 @gluon.jit
 def _convert_step(
-    descriptor,
+    descriptors,
     table_row_ptr,
     step,
     has_next,
@@ -423,7 +519,7 @@ def _convert_step(
     for part in gl.static_range(2 * NUM_PARTS):
         if part + PARTS_AHEAD < 2 * NUM_PARTS:
             _ask_for_part(
-                descriptor,
+                descriptors,
                 table_row_ptr,
                 step,
                 part + PARTS_AHEAD,
@@ -439,7 +535,7 @@ def _convert_step(
             )
         elif has_next:
             _ask_for_part(
-                descriptor,
+                descriptors,
                 table_row_ptr,
                 step + 1,
                 part + PARTS_AHEAD - 2 * NUM_PARTS,
@@ -453,7 +549,9 @@ def _convert_step(
                 PAGE_TOKENS,
                 BLOCK_T,
             )
-        _convert_part(latents, rotary, step, part, seq_len, phase, ready, landed, descriptor.dtype)
+        _convert_part(
+            latents, rotary, step, part, seq_len, phase, ready, landed, descriptors[0].dtype
+        )
 
 
 @gluon.jit
