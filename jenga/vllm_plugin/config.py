@@ -297,7 +297,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     check_refusals(_refusals(vllm_config))
     _set_cache_options(vllm_config)
     _take_offloading(vllm_config)
-    take_replay(vllm_config, settings.history_tokens)
+    take_replay(vllm_config, settings.history_tokens, settings.history_requests)
     prepare_speculation(vllm_config)
     share_arena(vllm_config, settings)
     return True

@@ -72,6 +72,7 @@ def next_states(
     *,
     history_tokens: int,
     max_query_tokens: int = 1,
+    writes_states: bool = False,
 ) -> torch.Tensor:
     """Get how many tokens each request's state is to include after a call that keeps histories.
 
@@ -84,6 +85,7 @@ def next_states(
         query_tokens: Number of tokens of the call, i32[num_requests] or one number for all.
         history_tokens: Rows of the history, at least twice max_query_tokens.
         max_query_tokens: Most tokens of a request in any call.
+        writes_states: Whether the call writes every state, so that it includes the first token.
 
     Raises:
         ValueError: If the history is too short for calls of max_query_tokens tokens.
@@ -96,8 +98,11 @@ def next_states(
         )
         raise ValueError(msg)
     end = computed_tokens + query_tokens
+    first = torch.minimum(computed_tokens + 1, end)
+    if writes_states:
+        return first
     is_written = end - state_tokens > history_tokens - max_query_tokens
-    return torch.where(is_written, torch.minimum(computed_tokens + 1, end), state_tokens)
+    return torch.where(is_written, first, state_tokens)
 
 
 def check_history_part(
@@ -125,6 +130,7 @@ def check_replay(
     num_tokens: int,
     num_slots: int,
     history_tokens: int,
+    writes_states: bool = False,
 ) -> int:
     """Check the slots and token counts of a call's requests.
 
@@ -139,6 +145,7 @@ def check_replay(
         num_tokens: Rows of the call's tensors.
         num_slots: Number of slots of the states.
         history_tokens: Rows of a slot's history.
+        writes_states: Whether every state is to include the one token of its request.
 
     Returns:
         num_requests.
@@ -153,6 +160,9 @@ def check_replay(
     }
     num_requests = num_tokens
     if query_starts is not None:
+        if writes_states:
+            msg = "query_starts must be None if writes_states is True, got a tensor"
+            raise ValueError(msg)
         num_requests = check_query_starts(query_starts, num_tokens)
     for name, tensor in ({"slots": slots} | counts).items():
         check_shape(name, tensor, (num_requests,))
@@ -164,6 +174,14 @@ def check_replay(
     if shows_values(slots):
         query_tokens = torch.ones_like(slots) if query_starts is None else query_starts.diff()
         _check_counts(slots, query_tokens, history_tokens=history_tokens, **counts)
+        is_early = (slots > NULL_SLOT) & (next_state_tokens != computed_tokens + 1)
+        if writes_states and is_early.any():
+            request = int(is_early.nonzero()[0])
+            msg = (
+                f"next_state_tokens must be {computed_tokens[request] + 1} for request {request} "
+                f"if writes_states is True, got {next_state_tokens[request]}"
+            )
+            raise ValueError(msg)
     return num_requests
 
 

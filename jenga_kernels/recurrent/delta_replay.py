@@ -25,9 +25,10 @@ from jenga_kernels.reference.recurrent import delta_replay as reference
 from jenga_kernels.triton.delta.groups import STRIDES
 from jenga_kernels.triton.delta.replay import delta_replay_kernel
 from jenga_kernels.triton.delta.replay_products import delta_replay_products_kernel
-from jenga_kernels.triton.delta.tiles import delta_replay_tiles
+from jenga_kernels.triton.delta.replay_write import delta_replay_write_kernel
+from jenga_kernels.triton.delta.tiles import delta_replay_tiles, delta_update_tiles
 from jenga_kernels.triton.lib.addressing import named_strides
-from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
+from jenga_kernels.triton.lib.tiles import Machine, machine_of, power_of_two
 from jenga_kernels.triton.recurrent.tiles import LEAST_PRODUCT
 
 _calls: Calls = {}
@@ -55,6 +56,7 @@ class _Arguments(NamedTuple):
     scale: float | None
     qk_l2norm: bool
     query_starts: torch.Tensor | None
+    writes_states: bool
 
 
 _POINTERS = pointer_names(_Arguments)
@@ -80,6 +82,7 @@ def delta_replay(
     scale: float | None = None,
     qk_l2norm: bool = True,
     query_starts: torch.Tensor | None = None,
+    writes_states: bool = False,
 ) -> None:
     """Apply the next token of each request, or the next few, to a state that is seldom written.
 
@@ -127,6 +130,10 @@ def delta_replay(
         query_starts: First token of each request, then the number of tokens,
             i32[num_requests + 1]. None means one token each. A call may update the state of a
             request without tokens.
+        writes_states: Whether the call writes every state after its token. Every request then has
+            one token, query_starts is None, and next_state_tokens is computed_tokens + 1. A kernel
+            of its own serves such a call. It does what `delta_update` does, after it has added
+            the tokens of the history, if there are any.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit; on the CPU also if
@@ -155,6 +162,7 @@ def delta_replay(
         scale,
         qk_l2norm,
         query_starts,
+        writes_states,
     )
     call = call_like(_calls, *given)
     if call.launches is None or shows_values(v):  # on a CPU, values are checked in every call
@@ -194,12 +202,14 @@ def _launches(given: _Arguments) -> list[Launch]:
         num_tokens=num_tokens,
         num_slots=given.states.shape[0],
         history_tokens=history_tokens,
+        writes_states=given.writes_states,
     )
     check_same_device(v=given.v, slots=given.slots)
     if num_requests == 0:
         return []
+    machine = machine_of(given.v.device)
     tiles = delta_replay_tiles(
-        machine_of(given.v.device),
+        machine,
         head_k_dim,
         head_v_dim,
         state_element_bytes=given.states.element_size(),
@@ -231,9 +241,26 @@ def _launches(given: _Arguments) -> list[Launch]:
         "num_warps": tiles.num_warps,
         "enable_fp_fusion": True,
     }
+    if given.writes_states:
+        return [_write_launch(machine, constants, given)]
     kernel = delta_replay_products_kernel if tiles.is_at_once else delta_replay_kernel
     grid = (num_v_heads * triton.cdiv(head_v_dim, tiles.block_values), num_requests)
     return [Launch(kernel=kernel, grid=grid, constants=constants)]
+
+
+def _write_launch(machine: Machine, constants: dict[str, object], given: _Arguments) -> Launch:
+    """Make the launch for one token of each request if every state is written."""
+    num_requests, num_v_heads, head_v_dim = given.v.shape
+    head_k_dim = given.k.shape[2]
+    tiles = delta_update_tiles(machine, head_k_dim, head_v_dim, given.states.element_size())
+    constants = constants | {
+        "BLOCK_K": power_of_two(head_k_dim),
+        "BLOCK_V": tiles.block_values,
+        "BLOCK_LINE": tiles.block_line,
+        "num_warps": 1,
+    }
+    grid = (num_v_heads * triton.cdiv(head_v_dim, tiles.block_values), num_requests)
+    return Launch(kernel=delta_replay_write_kernel, grid=grid, constants=constants)
 
 
 def _check_history(given: _Arguments) -> None:

@@ -31,10 +31,13 @@ from jenga_kernels.triton.mamba.replay_token import (
     replay_weights_kernel,
     state_replay_token_kernel,
 )
+from jenga_kernels.triton.mamba.replay_write import state_replay_write_kernel
 from jenga_kernels.triton.recurrent.tiles import (
     LEAST_PRODUCT,
     state_replay_tiles,
+    state_update_tiles,
     token_replay_tiles,
+    write_registers,
 )
 
 _calls: Calls = {}
@@ -63,6 +66,7 @@ class _Arguments(NamedTuple):
     dt_softplus: bool
     dt_limits: tuple[float, float]
     query_starts: torch.Tensor | None
+    writes_states: bool
 
 
 _POINTERS = pointer_names(_Arguments)
@@ -89,6 +93,7 @@ def state_replay(
     dt_softplus: bool = True,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     query_starts: torch.Tensor | None = None,
+    writes_states: bool = False,
 ) -> None:
     """Apply the next token of each request, or the next few, to a state that is seldom written.
 
@@ -132,6 +137,10 @@ def state_replay(
         query_starts: First token of each request, then the number of tokens,
             i32[num_requests + 1]. None means one token each. A call may update the state of a
             request without tokens.
+        writes_states: Whether the call writes every state after its token. Every request then has
+            one token, query_starts is None, and next_state_tokens is computed_tokens + 1. A kernel
+            of its own serves such a call. It does what `state_update` does, after it has added
+            the tokens of the history, if there are any.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit; on the CPU also if
@@ -161,12 +170,13 @@ def state_replay(
         dt_softplus,
         dt_limits,
         query_starts,
+        writes_states,
     )
     call = call_like(_calls, *given)
     if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
         call.launches = _launches(_Arguments(*given))
     tensors = dict(zip(_POINTERS, given, strict=True))
-    if query_starts is None:
+    if query_starts is None and not writes_states:
         width = _weights_width(history.x.shape[2])
         tensors["weights_ptr"] = x.new_empty(*x.shape[:2], width, dtype=torch.float32)
     call.run(tensors)
@@ -205,6 +215,7 @@ def _launches(given: _Arguments) -> list[Launch]:
         num_tokens=num_tokens,
         num_slots=num_slots,
         history_tokens=history_tokens,
+        writes_states=given.writes_states,
     )
     check_same_device(x=given.x, slots=given.slots)
     if num_requests == 0:
@@ -226,6 +237,8 @@ def _launches(given: _Arguments) -> list[Launch]:
         "BLOCK_L": _block_history(history_tokens),
         "enable_fp_fusion": True,
     }
+    if given.writes_states:
+        return _write_launches(machine, constants, given)
     line = line_elements(machine, d_state, given.states.element_size())
     block_line = {"BLOCK_LINE": max(LEAST_PRODUCT, line)}
     if given.query_starts is None:
@@ -247,6 +260,29 @@ def _launches(given: _Arguments) -> list[Launch]:
     if tiles.is_at_once:
         return [Launch(kernel=state_replay_products_kernel, grid=grid, constants=constants)]
     return [Launch(kernel=state_replay_kernel, grid=grid, constants=constants | block_line)]
+
+
+def _write_launches(
+    machine: Machine, constants: dict[str, object], given: _Arguments
+) -> list[Launch]:
+    """List the launch for one token of each request if every state is written."""
+    num_requests, num_heads, head_dim = given.x.shape
+    d_state = given.states.shape[3]
+    tiles = state_update_tiles(
+        machine,
+        head_dim,
+        d_state,
+        given.states.element_size(),
+        num_states=num_requests * num_heads,
+    )
+    constants = constants | {
+        "BLOCK_P": tiles.block_dims,
+        "BLOCK_N": power_of_two(d_state),
+        "num_warps": tiles.num_warps,
+        "maxnreg": write_registers(tiles.block_dims * power_of_two(d_state)),
+    }
+    grid = (num_heads * triton.cdiv(head_dim, tiles.block_dims), num_requests)
+    return [Launch(kernel=state_replay_write_kernel, grid=grid, constants=constants)]
 
 
 def _token_launches(

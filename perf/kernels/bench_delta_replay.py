@@ -10,6 +10,7 @@ import torch
 from jenga_kernels.recurrent.delta_replay import delta_replay
 from perf.harness.timing import Benchmark, Row, read_roofline
 from perf.kernels import bench_delta
+from perf.peers.attention_peers import UnsupportedError
 from perf.shapes.delta_replay_shapes import DeltaReplayBatch, make_delta_replay_batch
 from perf.shapes.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS
 from perf.shapes.state_replay_shapes import FOUR_DRAFTS, LONG_HISTORY, NO_DRAFTS
@@ -43,6 +44,33 @@ def jenga(batch: DeltaReplayBatch) -> Callable[[], None]:
     return launch
 
 
+def jenga_write(batch: DeltaReplayBatch) -> Callable[[], None]:
+    """Prepare our kernel for steps of few requests: it writes every state, and no history waits."""
+    if batch.query_tokens > 1:
+        msg = "takes one token of a request"
+        raise UnsupportedError(msg)
+    tokens, next_tokens = batch.tokens, batch.computed_tokens + 1
+
+    def launch() -> None:
+        delta_replay(
+            tokens.out,
+            tokens.states,
+            batch.history,
+            *tokens.qkv,
+            tokens.gates,
+            tokens.betas,
+            batch.slots,
+            batch.computed_tokens,
+            batch.computed_tokens,
+            next_tokens,
+            A_log=tokens.A_log,
+            dt_bias=tokens.dt_bias,
+            writes_states=True,
+        )
+
+    return launch
+
+
 def jenga_update(batch: DeltaReplayBatch) -> Callable[[], None]:
     """Prepare our kernel that writes the state after every token."""
     return bench_delta.jenga_update(batch.tokens)
@@ -53,7 +81,12 @@ def vllm_update(batch: DeltaReplayBatch) -> Callable[[], None]:
     return bench_delta.vllm_update(batch.tokens)
 
 
-PEERS = {"jenga": jenga, "jenga update": jenga_update, "vllm update": vllm_update}
+PEERS = {
+    "jenga": jenga,
+    "jenga write": jenga_write,
+    "jenga update": jenga_update,
+    "vllm update": vllm_update,
+}
 
 
 def measure(benchmark: Benchmark, name: str, batch: DeltaReplayBatch) -> None:

@@ -54,6 +54,35 @@ def jenga(batch: ReplayBatch) -> Callable[[], None]:
     return launch
 
 
+def jenga_write(batch: ReplayBatch) -> Callable[[], None]:
+    """Prepare our kernel for steps of few requests: it writes every state, and no history waits."""
+    if batch.query_tokens > 1:
+        msg = "takes one token of a request"
+        raise UnsupportedError(msg)
+    tokens, next_tokens = batch.tokens, batch.computed_tokens + 1
+
+    def launch() -> None:
+        state_replay(
+            tokens.out,
+            tokens.states,
+            batch.history,
+            tokens.x,
+            tokens.dt,
+            tokens.A,
+            tokens.B,
+            tokens.C,
+            tokens.slots,
+            batch.computed_tokens,
+            batch.computed_tokens,
+            next_tokens,
+            D=tokens.D,
+            dt_bias=tokens.dt_bias,
+            writes_states=True,
+        )
+
+    return launch
+
+
 def vllm(batch: ReplayBatch) -> Callable[[], None]:
     if batch.query_tokens > 1:
         msg = "takes one token of a request"
@@ -155,6 +184,7 @@ def vllm_update(batch: ReplayBatch) -> Callable[[], None]:
 PEERS = {
     "jenga": jenga,
     "vllm": vllm,
+    "jenga write": jenga_write,
     "jenga update": jenga_update,
     "vllm update": vllm_update,
 }

@@ -633,7 +633,8 @@ def _behind() -> str:
         f"{shapes['P7'].ratio(peer):.2f} of it, and a prompt beside decoding requests at "
         f"{shapes['X1'].ratio(peer):.2f}. Prompts over float8 pages run at {share:.2f} of the "
         f"speed of 16-bit pages. With 8 requests of Nemotron-H or Granite, steps that seldom write "
-        f"states run at {min(few):.2f} to {max(few):.2f} of vLLM's speed."
+        f"states run at {min(few):.2f} to {max(few):.2f} of vLLM's speed. Engines write all states "
+        f"there, which was not timed."
     )
 
 

@@ -25,6 +25,7 @@ _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
 _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 _SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
+HISTORY_REQUESTS_VARIABLE = "JENGA_HISTORY_REQUESTS"
 IMAGES_VARIABLE = "JENGA_IMAGE_EMBEDDINGS"
 EMBEDDINGS_VARIABLE = "JENGA_EMBEDDINGS_IN_KV_PAGES"
 SCRATCH_VARIABLE = "JENGA_PROMPT_SCRATCH_BYTES"
@@ -43,6 +44,7 @@ _KNOWN_VARIABLES = frozenset(
         _SPECIALIZED_LATENTS_VARIABLE,
         _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
+        HISTORY_REQUESTS_VARIABLE,
         IMAGES_VARIABLE,
         EMBEDDINGS_VARIABLE,
         SCRATCH_VARIABLE,
@@ -73,6 +75,8 @@ class Settings:
         has_specialized_scans: The same for prompts in recurrent layers.
         history_tokens: Number of tokens in the histories beside recurrent states that are seldom
             written. 0 means that the environment asks for no histories.
+        history_requests: Fewest requests of a decode step that does not write all of its states,
+            padding included. None means that the bytes of a step's states decide.
         keeps_image_embeddings: Whether a vision encoder's output is kept in the arena, where that
             is possible.
         embeddings_in_kv_pages: Whether it is kept in the slots that full attention has for the same
@@ -99,6 +103,7 @@ class Settings:
     keeps_image_embeddings: bool = True
     embeddings_in_kv_pages: bool = False
     prompt_scratch_bytes: int = 0
+    history_requests: int | None = None
 
 
 def selects_backend(environ: Mapping[str, str]) -> bool:
@@ -153,6 +158,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
+        history_requests=_history_requests(environ),
         keeps_image_embeddings=_switch(environ, IMAGES_VARIABLE) is not False,
         embeddings_in_kv_pages=_embeddings_in_kv_pages(environ),
         prompt_scratch_bytes=_number(environ, SCRATCH_VARIABLE, "bytes, 0 for no scratch"),
@@ -232,6 +238,12 @@ def _left_share(environ: Mapping[str, str]) -> float | None:
         )
         raise ValueError(msg)
     return share
+
+
+def _history_requests(environ: Mapping[str, str]) -> int | None:
+    if not _value(environ, HISTORY_REQUESTS_VARIABLE):
+        return None
+    return _number(environ, HISTORY_REQUESTS_VARIABLE, "requests")
 
 
 def _shared_arena(environ: Mapping[str, str]) -> Path | None:

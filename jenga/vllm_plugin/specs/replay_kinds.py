@@ -45,12 +45,15 @@ class HistoryKind:
             begins at a multiple of 16 bytes.
         history: Function of views of these parts, each [num_slots, *shape]. It returns the history
             in the form that the kernels take.
+        least_bytes: Bytes of a step's states in one layer from which on the step does not write all
+            of them. For fewer bytes the time of a step is known to be longer, or not known at all.
         max_tokens: Largest number of tokens that the kernels support. None means any number.
     """
 
     layers: str
     parts: Callable[["MambaSpec", int, "ModelConfig"], tuple[Part, ...]]
     history: Callable[[Sequence[torch.Tensor]], InputHistory | DeltaHistory]
+    least_bytes: int
     max_tokens: int | None = None
 
 
@@ -95,12 +98,30 @@ def _delta_history(parts: Sequence[torch.Tensor]) -> DeltaHistory:
     return DeltaHistory(changes=changes, keys=keys, decays=decays)
 
 
+LEAST_MAMBA2_BYTES = 64 << 20
+"""On an H100, steps of 8 requests of Nemotron-H take longer if they do not write all states, and
+steps of 64 requests take less time. These are 32 and 256 MiB of states in float32, half as many in
+bfloat16. Straight lines between these times meet at 41 and 39 MiB. An H200 has more
+bandwidth, and so the lines would meet at more bytes there.
+"""
+
+LEAST_DELTA_BYTES = 128 << 20
+"""The fewest bytes for which such a step was timed: 64 requests of Qwen3-Next, on an H200. It takes
+0.95 of the time of a step that writes all states.
+"""
+
 HISTORY_KINDS = {
-    "MAMBA2": HistoryKind(layers="Mamba-2 layers", parts=_input_parts, history=_input_history),
+    "MAMBA2": HistoryKind(
+        layers="Mamba-2 layers",
+        parts=_input_parts,
+        history=_input_history,
+        least_bytes=LEAST_MAMBA2_BYTES,
+    ),
     "GDN_ATTN": HistoryKind(
         layers="layers of the gated delta rule",
         parts=_delta_parts,
         history=_delta_history,
+        least_bytes=LEAST_DELTA_BYTES,
         max_tokens=MAX_DELTA_HISTORY,
     ),
 }

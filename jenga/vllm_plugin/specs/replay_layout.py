@@ -11,12 +11,17 @@ kept for other requests, in host memory too, need no special treatment.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
-from jenga.vllm_plugin.settings.environment import BACKEND_NAME, HISTORY_VARIABLE
+from jenga.vllm_plugin.settings.environment import (
+    BACKEND_NAME,
+    HISTORY_REQUESTS_VARIABLE,
+    HISTORY_VARIABLE,
+)
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.specs.layer_types import served_states
 from jenga.vllm_plugin.specs.replay_kinds import HISTORY_KINDS, HistoryKind, Part
@@ -29,6 +34,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 _HISTORY_TOKENS = "jenga_history_tokens"
 """Key in vLLM's `additional_config` that carries the number of tokens to the engine."""
+
+_HISTORY_REQUESTS = "jenga_history_requests"
+"""Key of the fewest requests of a step that does not write all of its states, if that is set."""
 
 _ASKED_BY = f"--use-replayssm and {HISTORY_VARIABLE}"
 
@@ -43,22 +51,32 @@ One element is used. There are four, so that the next part begins at a multiple 
 """
 
 
-def take_replay(vllm_config: "VllmConfig", wanted_tokens: int) -> None:
+def take_replay(
+    vllm_config: "VllmConfig", wanted_tokens: int, wanted_requests: int | None = None
+) -> None:
     """Move --use-replayssm to our own option, before vLLM serves it with its own kernels.
 
     Args:
         vllm_config: Configuration to which the length of histories is written.
         wanted_tokens: Value of JENGA_HISTORY_TOKENS. 0 means no histories.
+        wanted_requests: Value of JENGA_HISTORY_REQUESTS, or None.
 
     Raises:
-        ValueError: Histories are to be shorter than two decoding steps, the two settings ask for
-            different lengths, or the additional configuration is not a mapping.
+        ValueError: Histories are to be shorter than two decoding steps, or the two settings ask for
+            different lengths. Or a number of requests is set without histories, or the additional
+            configuration is not a mapping.
     """
     cache = vllm_config.cache_config
     asked = {HISTORY_VARIABLE: wanted_tokens} if wanted_tokens else {}
     if cache.use_replayssm:
         asked["--replayssm-buffer-len"] = cache.replayssm_buffer_len
     if not asked:
+        if wanted_requests is not None and not history_tokens(vllm_config):
+            msg = (
+                f"{HISTORY_REQUESTS_VARIABLE}={wanted_requests} has no effect without "
+                f"--use-replayssm or {HISTORY_VARIABLE}"
+            )
+            raise ValueError(msg)
         return
     least, num_tokens = 2 * max_decode_tokens(vllm_config), max(asked.values())
     for name, tokens in asked.items():
@@ -78,6 +96,8 @@ def take_replay(vllm_config: "VllmConfig", wanted_tokens: int) -> None:
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
     vllm_config.additional_config[_HISTORY_TOKENS] = num_tokens
+    if wanted_requests is not None:
+        vllm_config.additional_config[_HISTORY_REQUESTS] = wanted_requests
     cache.use_replayssm = False
 
 
@@ -85,6 +105,22 @@ def history_tokens(vllm_config: "VllmConfig") -> int:
     """Get the number of tokens in a history. 0 means that every step writes states."""
     options = vllm_config.additional_config
     return options.get(_HISTORY_TOKENS, 0) if isinstance(options, dict) else 0
+
+
+def history_requests(vllm_config: "VllmConfig", spec: "MambaSpec") -> int:
+    """Get the fewest requests of a decode step that does not write all of its states.
+
+    Steps with fewer requests are no slower if they write all states.
+
+    Args:
+        vllm_config: Configuration, which may set the number.
+        spec: Spec of the layers, which have histories. By default the bytes of their states decide.
+    """
+    options = vllm_config.additional_config
+    if isinstance(options, dict) and _HISTORY_REQUESTS in options:
+        return options[_HISTORY_REQUESTS]
+    state_bytes = prod(spec.shapes[1]) * spec.dtypes[1].itemsize
+    return -(-HISTORY_KINDS[spec.mamba_type.name].least_bytes // state_bytes)
 
 
 def max_decode_tokens(vllm_config: "VllmConfig") -> int:
@@ -110,17 +146,23 @@ def with_histories(
         layers = " or ".join(kind.layers for kind in HISTORY_KINDS.values())
         msg = f"a model without {layers}"
         raise Refusal.HISTORIES.error(msg)
-    logger.info(
-        "%s: %s keep the inputs of up to %d tokens beside a state, and write the state when there "
-        "is no room for more",
-        BACKEND_NAME,
-        " and ".join(sorted({kind.layers for kind in found.values()})),
-        num_tokens,
-    )
-    return dict(specs) | {
+    kept = {
         name: _with_history(name, specs[name], kind, num_tokens, model)  # pyright: ignore[reportArgumentType]
         for name, kind in found.items()
     }
+    logger.info(
+        "%s: %s keep the inputs of up to %d tokens beside a state, and write the state when there "
+        "is no room for more. Without drafts, they write all states in steps of fewer than %s "
+        "requests (%s)",
+        BACKEND_NAME,
+        " and ".join(sorted({kind.layers for kind in found.values()})),
+        num_tokens,
+        " or ".join(
+            map(str, sorted({history_requests(vllm_config, each) for each in kept.values()}))
+        ),
+        HISTORY_REQUESTS_VARIABLE,
+    )
+    return dict(specs) | kept
 
 
 def _kind_of(spec: "KVCacheSpec", served: frozenset[str]) -> HistoryKind | None:

@@ -33,6 +33,7 @@ def delta_replay(
     scale: float | None = None,
     qk_l2norm: bool = True,
     query_starts: torch.Tensor | None = None,
+    writes_states: bool = False,  # noqa: ARG001 - the counts say so too
 ) -> None:
     """Apply each request's next tokens to a state that is seldom written; see the operation."""
     steps = delta_steps(

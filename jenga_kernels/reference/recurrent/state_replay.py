@@ -27,6 +27,7 @@ def state_replay(
     dt_softplus: bool = True,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     query_starts: torch.Tensor | None = None,
+    writes_states: bool = False,  # noqa: ARG001 - the counts say so too
 ) -> None:
     """Apply each request's next tokens to a state that is seldom written; see the operation."""
     steps = step_sizes(dt, dt_bias, dt_softplus=dt_softplus, dt_limits=dt_limits)

@@ -370,6 +370,22 @@ def token_replay_tiles(
     )
 
 
+def write_registers(state_elements: int) -> int:
+    """Choose the most registers of a thread that adds one token to a state and writes it.
+
+    As many programs as those of an update then share a multiprocessor. Without a limit, the loop
+    over the history takes up to 161 registers, and fewer programs fit.
+
+    Args:
+        state_elements: State elements of a program, which is one warp.
+    """
+    return 64 if state_elements <= FEW_WRITE_ELEMENTS else 128
+
+
+FEW_WRITE_ELEMENTS = 512
+"""State elements of a program that fit in 64 registers of a thread beside the token's inputs."""
+
+
 REPLAY_ELEMENTS = 8192
 """State elements that a program of a replay holds in registers: 64 a thread.
 

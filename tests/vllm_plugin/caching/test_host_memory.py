@@ -142,9 +142,9 @@ def test_ranks_find_in_host_memory_what_their_arenas_lost(
         | ranks
         | (extension if is_pipeline else {})
         | {"kv_cache_memory_bytes": arena_bytes, "kv_offloading_size": 1 / 16},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PP_LAYER_PARTITION": "3,3"}
-        if name == "jamba"
-        else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        | ({"VLLM_PP_LAYER_PARTITION": "3,3"} if name == "jamba" else {})
+        | ({"JENGA_HISTORY_REQUESTS": "1"} if "use_replayssm" in ranks else {}),
         fill_arena=is_pipeline,
         report_manager=True,
         loads_ahead=True,

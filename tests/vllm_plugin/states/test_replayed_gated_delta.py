@@ -171,8 +171,12 @@ def layer_with_histories(
     num_drafts=0,
     num_pages=12,
     dtypes=(torch.float32,) * 2,
+    least_requests=1,
 ):
-    """A layer whose pages have room for histories, and what prepares its steps."""
+    """A layer whose pages have room for histories, and what prepares its steps.
+
+    Steps of fewer than `least_requests` requests write every state.
+    """
     plain = spec_of(kind.shapes, dtypes, num_drafts=num_drafts)
     specs = specs_with_histories({NAME: plain}, kind.architecture, history_tokens, dtypes[0])
     spec = specs[NAME]
@@ -181,6 +185,7 @@ def layer_with_histories(
     layer = kind.make(pages[:2])  # as vLLM binds it
     layer.pages = pages
     engine_config.compilation_config.static_forward_context[NAME] = layer
+    engine_config.additional_config["jenga_history_requests"] = least_requests
     return layer, spec.mamba_type.get_class().get_builder_cls()(
         spec, [NAME], engine_config, torch.device("cpu")
     )

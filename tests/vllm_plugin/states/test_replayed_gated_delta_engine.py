@@ -14,11 +14,11 @@ from tests.vllm_plugin.drafts.test_speculation import PROMPTS as DRAFTED_PROMPTS
 from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.states.test_gated_delta_engine import PROMPTS
 from tests.vllm_plugin.states.test_hybrid_engine import CUTS, JENGA, TURN, check_turns
-from tests.vllm_plugin.states.test_replayed_states import hits_of_answers
+from tests.vllm_plugin.states.test_replayed_states import ALWAYS, hits_of_answers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-REPLAY = {"JENGA_HISTORY_TOKENS": "8"}
+REPLAY = {"JENGA_HISTORY_TOKENS": "8"} | ALWAYS
 FLAG = {"use_replayssm": True, "replayssm_buffer_len": 8}
 """The same in vLLM's words."""
 
@@ -59,7 +59,7 @@ def test_hybrid_generates_what_transformers_generates_and_goes_on_from_its_answe
         prompts,
         options=options | (FLAG | graphs_of(1, 2) if is_second else {}),
         captures=is_second,
-        environment={V2_RUNNER: "1"} if is_second else {V2_RUNNER: "0"} | REPLAY,
+        environment=ALWAYS | {V2_RUNNER: "1"} if is_second else {V2_RUNNER: "0"} | REPLAY,
         **job,
     )
 

@@ -51,8 +51,12 @@ def layer_with_histories(
     *,
     num_drafts=0,
     num_pages=12,
+    least_requests=1,
 ):
-    """A layer whose pages have room for histories, and what prepares its steps."""
+    """A layer whose pages have room for histories, and what prepares its steps.
+
+    Steps of fewer than `least_requests` requests write every state.
+    """
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -74,6 +78,7 @@ def layer_with_histories(
         for part, dtype in zip(pages, spec.dtypes, strict=True)
     )
     config.compilation_config.static_forward_context[NAME] = layer
+    config.additional_config["jenga_history_requests"] = least_requests
     kind = MambaAttentionBackendEnum.MAMBA2.get_class()
     return layer, kind.get_builder_cls()(spec, [NAME], config, torch.device("cpu"))
 
@@ -235,6 +240,8 @@ def test_jenga_plan_counts_the_bytes_that_layers_take(asked, tiny_model):
 
 
 REPLAY = {"use_replayssm": True, "replayssm_buffer_len": 8}
+ALWAYS = {"JENGA_HISTORY_REQUESTS": "1"}
+"""Steps replay, however few their requests are."""
 
 
 def hits_of_answers(prompts, answer_tokens):
@@ -262,7 +269,7 @@ def test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers
         options=options | JENGA | REPLAY | (graphs_of(1, 2) if is_second else {}),
         fill_arena=True,
         captures=is_second,
-        environment={V2_RUNNER: str(int(is_second)), "VLLM_LOGGING_LEVEL": "INFO"},
+        environment=ALWAYS | {V2_RUNNER: str(int(is_second)), "VLLM_LOGGING_LEVEL": "INFO"},
     )
 
     assert_same_generation(ours, stock)
@@ -284,6 +291,7 @@ def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_en
         prompts,
         max_tokens=60,
         options=options | JENGA | REPLAY | {"kv_cache_memory_bytes": 8 << 18},
+        environment=ALWAYS,
         fill_arena=True,
         report_manager=True,
     )

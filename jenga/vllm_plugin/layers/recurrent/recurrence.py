@@ -271,6 +271,7 @@ def recur(
             counts.state_tokens,
             counts.next_state_tokens,
             query_starts=counts.query_starts,
+            writes_states=counts.writes_states,
             **step.options(rows),
         )
     if first and metadata.replay_d is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jenga.vllm_plugin.specs.replay_kinds import HISTORY_KINDS, NUM_STATES
+from jenga.vllm_plugin.specs.replay_layout import history_requests
 from jenga_kernels.checks.histories import next_states
 from jenga_kernels.checks.states import Checkpoints
 
@@ -59,6 +60,8 @@ class Replay:
         query_starts: Index of each request's first token, and the end, i32[num_requests + 1]. All 0
             for prompts, whose tokens are scanned afterwards. None if each request has one token.
         is_current: Whether the states need no update before a scan.
+        writes_states: Whether all states are written in the step, because its requests are few.
+            Each request then has one token.
     """
 
     histories: Mapping[str, Any]
@@ -67,6 +70,7 @@ class Replay:
     next_state_tokens: torch.Tensor
     query_starts: torch.Tensor | None = None
     is_current: bool = False
+    writes_states: bool = False
 
 
 class ReplayCounts:
@@ -99,6 +103,7 @@ class ReplayCounts:
         self._spec = spec
         self._max_query_tokens = max_query_tokens
         self._history_tokens = spec.shapes[NUM_STATES + 1][1]  # the part after the count
+        self._least_requests = history_requests(vllm_config, spec)
         self._history_of = HISTORY_KINDS[spec.mamba_type.name].history
         self._layers = vllm_config.compilation_config.static_forward_context
         self._layer_names = tuple(layer_names)
@@ -119,6 +124,10 @@ class ReplayCounts:
     ) -> Replay:
         """Compute and store the counts of decoding requests after a step.
 
+        Few requests have all of their states written. The number of slots decides, padding
+        included, because it is the same whenever a CUDA graph is replayed. Steps with drafts do not
+        write all states: a page has one state, and it may not include a draft.
+
         Args:
             step: The step, with its decoding requests first.
             slots: Their state slots, i32[num_requests or more]. Further slots are padding.
@@ -129,12 +138,14 @@ class ReplayCounts:
         self._find_histories()
         counts, pages = self._counts, slots[:num_requests].long()
         computed, stored = self._before(step, pages, 0, is_warming_up=is_warming_up)
+        writes_states = query_starts is None and len(slots) < self._least_requests
         after = next_states(
             computed,
             stored,
             step.query_start_loc.diff()[:num_requests],
             history_tokens=self._history_tokens,
             max_query_tokens=self._max_query_tokens,
+            writes_states=writes_states,
         )
         counts[pages] = after
         self._kept[:, :num_requests] = torch.stack([computed, stored, after])
@@ -145,6 +156,7 @@ class ReplayCounts:
             state_tokens=kept[1],
             next_state_tokens=kept[2],
             query_starts=query_starts,
+            writes_states=writes_states,
         )
 
     def read(
