@@ -1,5 +1,7 @@
 """Small geometries with every layer type, for machines that try everything."""
 
+from math import lcm
+
 from docs.examples.paper_window import PaperWindow
 from jenga.geometry import Geometry, PageTable
 from jenga.spec import (
@@ -37,6 +39,14 @@ def geometry(name, *page_tables) -> Geometry:
     large = {t.small_page_bytes * t.small_pages_per_large_page for t in page_tables}
     assert len(large) == 1, large
     return Geometry(name=name, large_page_bytes=large.pop(), page_tables=page_tables)
+
+
+def in_whole_pages(cut: Geometry, num_tokens: int | None) -> int | None:
+    """Round a number of tokens up to whole pages of all page tables."""
+    if num_tokens is None:
+        return None
+    unit = lcm(*(table.tokens_per_page for table in cut.page_tables))
+    return -(-num_tokens // unit) * unit
 
 
 def full(name="full", slot_bytes=16, tokens=4, per_large=1, padding=0, *, holds_images=False):

@@ -27,7 +27,7 @@ from jenga.spec import (
     SlidingWindow,
 )
 from tests.machines.engine_model import EngineModel, Run, last_end
-from tests.machines.geometries import CACHED
+from tests.machines.geometries import CACHED, in_whole_pages
 from tests.machines.test_manager_machine import dump
 from tests.machines.wholeness import assert_checkpoints_are_whole
 
@@ -57,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
             eviction_policy=EVICTION_POLICIES[policy](),
-            answer_interval_tokens=answer_interval_tokens,
+            answer_interval_tokens=in_whole_pages(self.geometry, answer_interval_tokens),
             ahead_tokens=ahead_tokens,
             records_changes=True,
             num_host_large_pages=num_host_large_pages,

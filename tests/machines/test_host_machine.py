@@ -18,6 +18,7 @@ from tests.machines.geometries import (
     WINDOWED,
     full,
     geometry,
+    in_whole_pages,
     sliding,
     state,
 )
@@ -52,7 +53,7 @@ class Pressure:
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
             eviction_policy=EVICTION_POLICIES[choose(sorted(EVICTION_POLICIES))](),
-            answer_interval_tokens=choose([None, 0, 4, 8]),
+            answer_interval_tokens=in_whole_pages(geometry, choose([None, 0, 4, 8])),
             ahead_tokens=choose([0, 0, 1, 5]),
             num_host_large_pages=num_host_large_pages,
             load_at_once_bytes=choose([0, 0, 300, 1 << 20]),

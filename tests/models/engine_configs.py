@@ -544,7 +544,6 @@ NOT_BUILT = {
     "hymba": "JENGA_TRITON does not support: Hymba .*two pieces are missing",
     "kimi_linear": "torch.cuda.Stream|No module named 'cutlass'",
     "minimax": "does not dispatch through the Transformers attention interface",
-    "mllama": "the second model runner",
     "nemotron-nas": "'dict' object has no attribute 'attention'",
 }
 """What vLLM and the plugin do not build a model of, here or at all -> what they say.

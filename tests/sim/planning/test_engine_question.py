@@ -173,7 +173,9 @@ def fields(kind, name, *, slot_bytes=64, num_layers=1, **others):
         {"name": f"layers.{index}", "slot_bytes": slot_bytes, "readers": [], "parts": []}
         for index in range(num_layers)
     ]
-    own = {"tokens_per_slot": 1, "tokens_per_page": None} if kind == "FullAttention" else {}
+    own = {}
+    if kind == "FullAttention":
+        own = {"tokens_per_slot": 1, "tokens_per_page": None, "holds_images": False}
     own |= {"tokens_per_page": None} if kind == "SlidingWindow" else {}
     return {"type": kind, "name": name, "layers": layers} | own | others
 
