@@ -149,6 +149,7 @@ def test_kernels_read_images_as_the_references_do(compare):
 ON_V2 = {V2_RUNNER: "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
+@pytest.mark.slow
 def test_the_second_model_runner_stores_images_and_finds_them_again(compare):
     images = [[0, *SMALL], [1, *WIDE]]
     asked = [
