@@ -344,9 +344,7 @@ class StockArena(StockMemory):
                 return True
         else:
             stock.num_single = 0
-        slots = self._manager.allocate_slots(
-            stock, num_new, num_lookahead_tokens=lookahead_tokens
-        )
+        slots = self._manager.allocate_slots(stock, num_new, num_lookahead_tokens=lookahead_tokens)
         return slots is not None
 
     def end_step(self) -> None:
