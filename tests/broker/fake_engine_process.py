@@ -5,8 +5,8 @@ JSON. In each step it stamps every large page that its requests use, in the mapp
 before the next step that nobody else has.
 """
 
+import ctypes
 import json
-import mmap
 import os
 import random
 import select
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jenga.broker.client import SocketLender
 from jenga.broker.folder import ArenaFolder
+from jenga.broker.memory import DeviceArray
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from tests.machines.geometries import full, geometry, sliding
@@ -33,8 +34,11 @@ class Engine:
             large_page_bytes=GEOMETRY.large_page_bytes,
             join_seconds=20,
         )
-        with folder.arena.open("r+b") as file:
-            self.arena = mmap.mmap(file.fileno(), 0)
+        self.memory = folder.memory
+        self.arena = self.memory.map(0)
+        if isinstance(self.arena, DeviceArray):  # of the fake driver
+            in_host_memory = ctypes.c_ubyte * self.arena.num_bytes
+            self.arena = in_host_memory.from_address(self.arena.address)
         self.manager = Manager(
             GEOMETRY,
             num_large_pages=self.lender.num_pages,
@@ -49,6 +53,7 @@ class Engine:
 
     def step(self, load):
         self.num_steps += 1
+        self.memory.check()
         self.check_stamps()
         if not load and not self.requests:
             self.manager.borrowed.rest()
