@@ -24,7 +24,7 @@ CPU = "cpu"
 """The device of an arena in a file."""
 
 UNTRIED = "sharing memory of a GPU is experimental: it has never run on a GPU"
-"""Warning to everybody who shares memory of a GPU."""
+"""Warning of a broker and of engines, if they share memory of a GPU."""
 
 _END_SECONDS = 30.0
 """Most seconds until a holder has ended after its signal."""

@@ -270,9 +270,10 @@ def _takes_orders(original: Function) -> Function:
         from jenga.vllm_plugin.worker.step_mailbox import mailbox_of
 
         mailbox, orders = mailbox_of(self), attached_orders(scheduler_output)
-        if mailbox is not None and orders is not None:
+        if mailbox is not None:
             check_memory(self.kv_cache_config)
-            mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, orders)
+            if orders is not None:
+                mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, orders)
         return original(self, scheduler_output)
 
     return take_orders

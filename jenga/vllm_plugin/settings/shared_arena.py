@@ -66,9 +66,9 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
     """Let an engine use large pages of a shared arena, if its settings ask for that.
 
     Raises:
-        ValueError: There is no such arena, its memory is lost or on another device, its broker is
-            not there or would refuse the engine, or the configuration asks for what cannot be
-            served with it.
+        ValueError: There is no such arena, or its memory is lost or on another device. Or its
+            broker is not there, or would refuse the engine, or the configuration asks for what
+            cannot be served with it.
     """
     if settings.shared_arena is None or arena_share(vllm_config) is not None:
         return
