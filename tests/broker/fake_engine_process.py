@@ -5,7 +5,6 @@ JSON. In each step it stamps every large page that its requests use, in the mapp
 before the next step that nobody else has.
 """
 
-import ctypes
 import json
 import os
 import random
@@ -18,6 +17,7 @@ from jenga.broker.folder import ArenaFolder
 from jenga.broker.memory import DeviceArray
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
+from tests.broker import fake_cuda
 from tests.machines.geometries import full, geometry, sliding
 
 GEOMETRY = geometry("fake", full(tokens=4, per_large=2), sliding(tokens=4, per_large=2))
@@ -36,9 +36,8 @@ class Engine:
         )
         self.memory = folder.memory
         self.arena = self.memory.map(0)
-        if isinstance(self.arena, DeviceArray):  # of the fake driver
-            in_host_memory = ctypes.c_ubyte * self.arena.num_bytes
-            self.arena = in_host_memory.from_address(self.arena.address)
+        if isinstance(self.arena, DeviceArray):
+            self.arena = fake_cuda.bytes_of(self.arena)
         self.manager = Manager(
             GEOMETRY,
             num_large_pages=self.lender.num_pages,

@@ -1,6 +1,5 @@
 """An arena on a GPU, with a CUDA driver that has none: its holder, its handle, kills of anyone."""
 
-import ctypes
 import json
 import os
 import signal
@@ -70,10 +69,6 @@ def command(capfd):
         return code, "".join(capfd.readouterr())
 
     return run
-
-
-def bytes_at(array):
-    return (ctypes.c_ubyte * array.num_bytes).from_address(array.address)
 
 
 def test_engines_share_memory_of_a_gpu_while_engines_and_brokers_are_killed(
@@ -200,7 +195,7 @@ def test_a_start_ends_the_holder_that_an_interrupted_start_has_left(folder, devi
 
 def test_new_memory_is_zero_and_a_process_opens_its_handle_once(folder, gpu_folder):
     array = folder.memory.map(0)
-    content = bytes_at(array)
+    content = fake_cuda.bytes_of(array)
     assert array.num_bytes == NUM_PAGES * PAGE_BYTES
     assert not any(content)
     content[5] = 7
@@ -261,7 +256,7 @@ def test_an_arena_may_be_longer_than_32_bits_can_count(tmp_path, gpu_folder):
     try:
         array = memory.map(0)
         assert array.__cuda_array_interface__["shape"] == ((5 << 30) + (1 << 20),)
-        bytes_at(array)[array.num_bytes - 1] = 9
+        fake_cuda.bytes_of(array)[array.num_bytes - 1] = 9
         (stored,) = gpu_folder.iterdir()
         with stored.open("rb") as file:
             file.seek(array.num_bytes - 1)

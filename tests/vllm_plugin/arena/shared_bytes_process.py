@@ -1,17 +1,18 @@
-"""A process that maps a shared arena, and writes and reads it: `shared_bytes_process.py FOLDER`.
+"""A process that writes and reads an arena on a GPU: `shared_bytes_process.py FOLDER`.
 
 A line of JSON on the standard input is ["write" or "read", seed of a pattern]. The answer is
 whether the first, the middle and the last large page then have the pattern.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 
 from jenga.broker.folder import ArenaFolder
-from jenga.broker.memory import DeviceArray
+from tests.broker import fake_cuda
 
 
 def main():
@@ -19,11 +20,8 @@ def main():
     with folder.open_books().closing() as books:
         large_page_bytes = books.large_page_bytes
     mapped = folder.memory.map(0)
-    arena = (
-        torch.as_tensor(mapped, device="cuda:0")
-        if isinstance(mapped, DeviceArray)
-        else torch.frombuffer(mapped, dtype=torch.int8)
-    )
+    is_fake = fake_cuda.FOLDER_VARIABLE in os.environ
+    arena = fake_cuda.tensor_over(mapped) if is_fake else torch.as_tensor(mapped, device="cuda:0")
     pages = arena.view(-1, large_page_bytes)
     chosen = [1, len(pages) // 2, len(pages) - 1]
     for line in sys.stdin:

@@ -5,7 +5,7 @@ two engines share it, and their answers must be those that they give alone. At l
 killed. Each step prints a line with the seconds since the start. The exit status is 0 if all steps
 passed.
 
-`--device cpu` runs the same steps without a GPU, except for those of the holder.
+`--fake` runs the same steps without a GPU, with a CUDA driver that has none.
 """
 
 import argparse
@@ -19,7 +19,10 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from jenga.broker.folder import ArenaFolder
+from tests.broker import fake_cuda
 from tests.vllm_plugin.arena.test_shared_arena import (
     GUARANTEE_PAGES,
     HERE,
@@ -32,8 +35,8 @@ from tests.vllm_plugin.tiny import tiny_checkpoints
 
 ROOT = HERE.parents[2]
 MODELS = "gemma3", "granite_hybrid"
-BYTES = {"cpu": 128 * LARGE_PAGE_BYTES, "cuda": 5 << 29}
-"""Bytes of the arena. On a GPU 32 bits cannot count them.
+NUM_BYTES = 5 << 29
+"""Bytes of the arena. 32 bits cannot count them.
 
 An engine without work returns nothing here, so there is room for all that both take.
 """
@@ -123,15 +126,17 @@ def check_bytes(steps, stack, folder, sizes):
         each.process.wait()
 
 
-def check_engines(steps, stack, folder, path, *, is_on_gpu):
+def check_engines(steps, stack, folder, path, *, is_fake):
     """Let two engines share the arena. Return them, their prompts and their answers."""
     models = [tiny_checkpoints.save(name, path) for name in MODELS]
     prompts = [prompts_of_lengths([90, 120, 180, 200], seed=seed) for seed in (1, 2)]
+    names = (fake_cuda.FOLDER_VARIABLE, "LD_LIBRARY_PATH") if is_fake else ()
+    variables = {name: os.environ[name] for name in names}
     # Without this, an engine measures what it takes beside its arena, as servers do.
-    changes = {"kv_cache_memory_bytes": None} if is_on_gpu else {}
+    changes = {} if is_fake else {"kv_cache_memory_bytes": None}
     engines = [
-        stack.enter_context(engine(models[0], folder, **changes)),
-        stack.enter_context(engine(models[1], folder)),
+        stack.enter_context(engine(models[0], folder, variables, **changes)),
+        stack.enter_context(engine(models[1], folder, variables)),
     ]
     for one, asked in zip(engines, prompts, strict=True):
         one.order("alone", asked)
@@ -161,26 +166,30 @@ def check_lost_memory(steps, folder, log, one, prompts):
     steps.done("the holder is killed, and the engine says so and ends")
 
 
-def check(device):
-    """Run all steps on `cpu` or `cuda:0`."""
-    steps, is_on_gpu = Steps(), device != "cpu"
-    free_before = free_bytes() if is_on_gpu else 0
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, ExitStack() as stack:
+def check(*, is_fake):
+    """Run all steps."""
+    steps = Steps()
+    free_before = 0 if is_fake else free_bytes()
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as name,
+        pytest.MonkeyPatch.context() as patches,
+        ExitStack() as stack,
+    ):
         path = Path(name)
+        if is_fake:
+            fake_cuda.install(path, patches)
         folder = ArenaFolder(path / "arena")
-        sizes = ["--large-page-bytes", LARGE_PAGE_BYTES, "--device", device]
-        sizes += ["--bytes", BYTES[device.partition(":")[0]]]
+        sizes = ["--large-page-bytes", LARGE_PAGE_BYTES, "--bytes", NUM_BYTES]
         try:
-            check_bytes(steps, stack, folder, sizes)
-            engines, prompts, alone = check_engines(steps, stack, folder, path, is_on_gpu=is_on_gpu)
+            check_bytes(steps, stack, folder, [*sizes, "--device", "cuda:0"])
+            engines, prompts, alone = check_engines(steps, stack, folder, path, is_fake=is_fake)
             engines[0].process.kill()
             engines[0].process.wait()
             until(lambda: engines[0].num_held(folder) == 0)
             assert engines[1].ask("generate", prompts[1]) == alone[1]
             steps.done("one engine is killed, and the other answers as before")
-            if is_on_gpu:
-                log = path / f"{MODELS[1]}.log"
-                check_lost_memory(steps, folder, log, engines[1], prompts[1])
+            log = path / f"{MODELS[1]}.log"
+            check_lost_memory(steps, folder, log, engines[1], prompts[1])
         except Exception:
             for log in path.glob("*.log"):
                 lines = log.read_text().splitlines()[-LINES_SHOWN:]
@@ -190,13 +199,13 @@ def check(device):
             stack.close()
             if folder.books.exists():
                 folder.remove()
-        if is_on_gpu:
-            until(lambda: free_bytes() > free_before - BYTES["cuda"] // 2)
+        if not is_fake:
+            until(lambda: free_bytes() > free_before - NUM_BYTES // 2)
         steps.done("the arena is removed, and its memory is free")
     steps.done("passed")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda:0", choices=["cpu", "cuda:0"])
-    check(parser.parse_args().device)
+    parser.add_argument("--fake", action="store_true", help="use a CUDA driver without a GPU")
+    check(is_fake=parser.parse_args().fake)

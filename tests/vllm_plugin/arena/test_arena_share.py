@@ -1,6 +1,5 @@
 """The share of an engine in a shared arena: what is refused, and where its layers' views lie."""
 
-import ctypes
 import os
 import select
 import signal
@@ -187,10 +186,9 @@ def over_gpu(monkeypatch):
     def as_tensor(array, *, device):
         assert device == torch.device("cuda:0")
         interface = array.__cuda_array_interface__
-        (num_bytes,), (address, is_read_only) = interface["shape"], interface["data"]
-        assert (interface["typestr"], is_read_only) == ("|i1", False)
-        content = (ctypes.c_byte * num_bytes).from_address(address)
-        return torch.frombuffer(content, dtype=torch.int8)
+        assert interface["shape"] == (array.num_bytes,)
+        assert (interface["typestr"], interface["data"]) == ("|i1", (array.address, False))
+        return fake_cuda.tensor_over(array)
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
 
@@ -240,8 +238,8 @@ def test_views_reach_beyond_what_32_bits_can_count(tmp_path, monkeypatch):
         )
         shared["last"][2] = 7
         start = 2 * large_page_bytes + 16
-        content = (ctypes.c_byte * 24).from_address(memory.map(0).address + start)
-        assert list(content) == [7] * 8 + [0] * 16
+        content = fake_cuda.bytes_of(memory.map(0))[start : start + 24]
+        assert content == [7] * 8 + [0] * 16
     finally:
         folder.remove()
 
