@@ -15,12 +15,9 @@ def _warmup_kernels(original: Function) -> Function:
         if not is_selected(model_runner.vllm_config):
             original(model_runner, *steps)
             return
-        from jenga.vllm_plugin.arena.joined import is_shared
         from jenga.vllm_plugin.arena.layout import geometry_of
         from jenga.vllm_plugin.worker.warm_up import on_pages_apart, warm_up
 
-        if is_shared(model_runner.kv_cache_config):
-            return  # the steps would write to large pages that other engines have
         execute_model, *others = steps
         geometry = geometry_of(model_runner.kv_cache_config)
         with model_runner.jenga_mailbox.warming_up():

@@ -114,6 +114,8 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
         raise ValueError(msg) from error
     options[_SHARE] = asdict(share)
     vllm_config.cache_config.num_gpu_blocks_override = num_pages
+    # Its steps would write to large pages that other engines have.
+    vllm_config.kernel_config.enable_jit_warmup = False
 
 
 def _check_memory(folder: ArenaFolder) -> None:

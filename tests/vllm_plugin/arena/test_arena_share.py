@@ -36,6 +36,7 @@ def config(**changes):
             "parallel_config": SimpleNamespace(world_size=1, data_parallel_size=1),
             "model_config": None,
             "cache_config": SimpleNamespace(num_gpu_blocks_override=None),
+            "kernel_config": SimpleNamespace(enable_jit_warmup=True),
             "additional_config": {},
             "ec_transfer_config": None,
             "speculative_config": None,
@@ -59,6 +60,7 @@ def test_an_engine_without_a_shared_arena_has_no_share():
     share_arena(own, read_settings({}))
     assert arena_share(own) is None
     assert own.cache_config.num_gpu_blocks_override is None
+    assert own.kernel_config.enable_jit_warmup
 
 
 @pytest.mark.parametrize(
@@ -161,6 +163,7 @@ def test_a_share_is_in_whole_large_pages_and_comes_with_the_configuration(folder
     share = arena_share(asked)
     assert (share.guarantee_pages, share.limit_pages, share.num_pages) == (2, 3, 5)
     assert asked.cache_config.num_gpu_blocks_override == 5
+    assert not asked.kernel_config.enable_jit_warmup
     assert [each["guarantee_pages"] for each in checked] == [2]
     # A second look at the same configuration takes the override for ours.
     share_arena(asked, settings(folder, 4097, 3 * 4096 + 1))
