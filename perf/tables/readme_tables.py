@@ -288,13 +288,16 @@ def workloads() -> list[str]:
     return lines
 
 
-def _arrivals() -> tuple[Results, dict[Group, float]]:
-    """Return the results of requests that arrive over time, and the gain of each group of cells."""
+def _arrivals(budget: float) -> tuple[Results, dict[Group, float]]:
+    """Return the results of requests that arrive over time, and the gain of each group of cells.
+
+    `budget` is the share of the GPU's arena that the cells have.
+    """
     results = Results(read("cpu/serving.jsonl"))
     gains = {
         group: statistics.geometric_mean(results.gains(group, max(LIMITS)))
         for group in results.capacities
-        if (group, HITS_LOAD) in results.pairs
+        if (group, HITS_LOAD) in results.pairs and group.budget == budget
     }
     return results, gains
 
@@ -311,7 +314,7 @@ def serving() -> list[str]:
         "models behind",
     )
     lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|"]
-    results, gains = _arrivals()
+    results, gains = _arrivals(1.0)
     behind = {loss.group for loss in results.losses}
     for workload in dict.fromkeys(group.workload for group in sorted(gains, key=gains.__getitem__)):
         groups = [group for group in gains if group.workload == workload]
@@ -337,7 +340,7 @@ def serving() -> list[str]:
     return lines
 
 
-def arrivals() -> list[str]:
+def arrivals(budget: float = 1.0) -> list[str]:
     """Make the table of each model and workload, with the least capacity first."""
     titles = (
         "model, requests",
@@ -351,7 +354,7 @@ def arrivals() -> list[str]:
         "longest wait",
     )
     lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|---|--:|--:|--:|--:|--:|"]
-    results, gains = _arrivals()
+    results, gains = _arrivals(budget)
     for group in sorted(gains, key=gains.__getitem__):
         bound = statistics.geometric_mean(results.gains(group, max(LIMITS), ORACLE))
         [capacities] = results.capacities[group]  # one seed
@@ -454,6 +457,7 @@ def architectures() -> list[str]:
 TABLES = (
     Table(README, "serving", serving),
     Table(BENCHMARKS, "arrivals", arrivals),
+    Table(BENCHMARKS, "arrivals, a quarter", lambda: arrivals(0.25)),
     Table(BENCHMARKS, "workloads", workloads),
     Table(BENCHMARKS, "kernels", kernels),
     Table(RECURRENT_STATES, "steps that seldom write", seldom_written),
