@@ -50,7 +50,7 @@ class CacheReserve:
     __slots__ = (
         "_asked_tokens",
         "_large_pages",
-        "_most_left",
+        "_left_share",
         "_num_steps",
         "_reread_tokens",
         "_step_tokens",
@@ -76,7 +76,7 @@ class CacheReserve:
         check_number("step_tokens", step_tokens)
         self._large_pages = allocator.large_pages
         self._step_tokens = step_tokens
-        self._most_left = left_share * allocator.large_pages.num_pages
+        self._left_share = left_share
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
 
     def count_step(self) -> None:
@@ -122,4 +122,5 @@ class CacheReserve:
         if hits is not None:
             num_cached -= sum(sharing.num_revived_large for sharing in hits if sharing is not None)
         reread_share = (self._reread_tokens + reread_tokens) / asked
-        return max(0, min(num_cached, int(self._most_left * reread_share * self.prompt_share**2)))
+        most_left = self._left_share * self._large_pages.num_owned
+        return max(0, min(num_cached, int(most_left * reread_share * self.prompt_share**2)))
