@@ -4,12 +4,15 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 from jenga.broker.books import Books
 from jenga.broker.folder import ArenaFolder
+from jenga.broker.memory import CPU, UNTRIED, MemoryLostError
 from jenga.broker.server import Server
 from jenga.sim.drawing.text import aligned
 from jenga.sim.hardware.gpus import parse_bytes
@@ -18,7 +21,8 @@ DESCRIPTION = """\
 Let several engines on one machine share one arena, large page by large page. `start` makes the
 arena in a folder and lends its large pages until it is interrupted. If it is started again, it
 continues with the arena that is there, and engines that run meanwhile lose nothing. Engines join
-with JENGA_SHARED_ARENA=FOLDER. Sharing runs on the CPU only so far."""
+with JENGA_SHARED_ARENA=FOLDER. Its memory is on the CPU, or with --device cuda on a GPU. That is
+experimental: it has never run on a GPU."""
 
 EPILOG = """\
 examples:
@@ -42,6 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="size of a large page; `jenga plan --large-page-bytes` shows what it costs a model",
     )
     start.add_argument("--bytes", type=_size, metavar="BYTES", help="size of the whole arena")
+    start.add_argument(
+        "--device",
+        type=_device,
+        metavar="DEVICE",
+        help="where a new arena is: cpu (the default), or cuda:N on a GPU (experimental)",
+    )
     start.set_defaults(run=_start, extras="jenga-kv")
     status = actions.add_parser("status", help="show which engine has how much")
     status.add_argument("--json", action="store_true", help="print the status as JSON")
@@ -61,12 +71,24 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _device(text: str) -> str:
+    if text != CPU and not re.fullmatch(r"cuda(:[0-9]{1,3})?", text):
+        msg = f"must be cpu, cuda or cuda:N, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return "cuda:0" if text == "cuda" else text
+
+
 def _start(options: argparse.Namespace) -> int:
     folder = ArenaFolder(options.folder)
     large_page_bytes, arena_bytes = options.large_page_bytes, options.bytes
     if folder.books.exists():
         with folder.open_books().closing() as books:
             _check_same(books, large_page_bytes, arena_bytes)
+        memory = folder.memory
+        if options.device not in {None, memory.device}:
+            msg = f"--device does not fit the arena that is there, on {memory.device}"
+            raise ValueError(msg)
+        memory.check()
     elif large_page_bytes is None or arena_bytes is None:
         msg = f"{folder.path} has no arena yet: give --large-page-bytes and --bytes"
         raise ValueError(msg)
@@ -78,11 +100,16 @@ def _start(options: argparse.Namespace) -> int:
                 f"bytes, got {arena_bytes}"
             )
             raise ValueError(msg)
-        folder.create(large_page_bytes=large_page_bytes, num_pages=num_pages)
+        device = options.device or CPU
+        folder.create(large_page_bytes=large_page_bytes, num_pages=num_pages, device=device)
+    device = folder.memory.device
+    if device != CPU:
+        print(f"jenga broker: warning: {UNTRIED}", file=sys.stderr, flush=True)
     server = Server(folder)
     # Service managers end a program by this signal. Programs of a script may ignore Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"jenga broker: lends {_arena_text(server.broker.books)} in {folder.path}", flush=True)
+    arena = f"{_arena_text(server.broker.books)} on {device}"
+    print(f"jenga broker: lends {arena} in {folder.path}", flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:
@@ -112,7 +139,13 @@ def _arena_text(books: Books) -> str:
 
 
 def _status(options: argparse.Namespace) -> int:
-    with ArenaFolder(options.folder).open_books().closing() as books:
+    folder = ArenaFolder(options.folder)
+    with folder.open_books().closing() as books:
+        memory, lost = folder.memory, None
+        try:
+            memory.check()
+        except MemoryLostError as error:
+            lost = str(error)
         engines: list[dict[str, object]] = []
         for row, agreement in books.agreements():
             supply = books.supply(row)
@@ -134,11 +167,15 @@ def _status(options: argparse.Namespace) -> int:
                 "large_page_bytes": books.large_page_bytes,
                 "large_pages": books.num_pages - 1,
                 "free": books.num_free,
+                "device": memory.device,
+                "lost": lost,
                 "engines": engines,
             }
             print(json.dumps(found, indent=2))
             return 0
-        print(f"{_arena_text(books)}, {books.num_free} free")
+        print(f"{_arena_text(books)} on {memory.device}, {books.num_free} free")
+        if lost is not None:
+            print(lost)
         if engines:
             rows = [
                 list(engines[0]),

@@ -6,7 +6,6 @@ before the next step that nobody else has.
 """
 
 import json
-import mmap
 import os
 import random
 import select
@@ -15,8 +14,10 @@ from pathlib import Path
 
 from jenga.broker.client import SocketLender
 from jenga.broker.folder import ArenaFolder
+from jenga.broker.memory import DeviceArray
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
+from tests.broker import fake_cuda
 from tests.machines.geometries import full, geometry, sliding
 
 GEOMETRY = geometry("fake", full(tokens=4, per_large=2), sliding(tokens=4, per_large=2))
@@ -33,8 +34,10 @@ class Engine:
             large_page_bytes=GEOMETRY.large_page_bytes,
             join_seconds=20,
         )
-        with folder.arena.open("r+b") as file:
-            self.arena = mmap.mmap(file.fileno(), 0)
+        self.memory = folder.memory
+        self.arena = self.memory.map(0)
+        if isinstance(self.arena, DeviceArray):
+            self.arena = fake_cuda.bytes_of(self.arena)
         self.manager = Manager(
             GEOMETRY,
             num_large_pages=self.lender.num_pages,
@@ -49,6 +52,7 @@ class Engine:
 
     def step(self, load):
         self.num_steps += 1
+        self.memory.check()
         self.check_stamps()
         if not load and not self.requests:
             self.manager.borrowed.rest()

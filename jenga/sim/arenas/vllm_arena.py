@@ -12,6 +12,7 @@ layers keep every token.
 import os
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,13 @@ from jenga.spec import ModelSpec
 _GROUP_BYTES = 4
 """Bytes of the number of a group, at the end of the key of a cached block."""
 
+_LATE_TOKENS = 4
+"""Most tokens by which vLLM's manager acts after a request has reached the end of a block.
+
+It takes a block one token later, frees a state up to two later, and with asynchronous scheduling
+learns one step later what was generated.
+"""
+
 
 class _StockRequest:
     """A request with the attributes that vLLM's manager reads."""
@@ -41,11 +49,12 @@ class _StockRequest:
     lora_request = None
     skip_reading_prefix_cache = False
 
-    __slots__ = ("_active", "block_hashes", "shared_prefix_boundary", "status")
+    __slots__ = ("_active", "block_hashes", "num_single", "shared_prefix_boundary", "status")
 
     def __init__(self, active: ActiveRequest, status: object, hashes: list[bytes]) -> None:
         self._active = active
         self.block_hashes = hashes
+        self.num_single = 0  # calls in a row that asked for one slot
         self.shared_prefix_boundary = 0
         self.status = status
 
@@ -234,7 +243,8 @@ class StockArena(StockMemory):
         super().__init__(model, plan, manager)
         self._waiting_status = RequestStatus.WAITING
         self._running_status = RequestStatus.RUNNING
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, _StockRequest] = {}
+        self._ends = _BlockEnds(plan, prefix_caching=prefix_caching)
         self._split = self._state_splitter(chunk_tokens) if prefix_caching else None
 
     def _state_splitter(self, chunk_tokens: int) -> "Callable[..., int] | None":
@@ -325,12 +335,16 @@ class StockArena(StockMemory):
         return True
 
     def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
-        """See `Arena`."""
-        slots = self._manager.allocate_slots(
-            self._requests[active.name],
-            num_tokens - active.num_computed,
-            num_lookahead_tokens=lookahead_tokens,
-        )
+        """See `Arena`. vLLM's manager is not asked where its answer is known to change nothing."""
+        stock = self._requests[active.name]
+        num_new = num_tokens - active.num_computed
+        if num_new == 1 and not lookahead_tokens:
+            stock.num_single += 1
+            if stock.num_single > _LATE_TOKENS and not self._ends.is_near(num_tokens):
+                return True
+        else:
+            stock.num_single = 0
+        slots = self._manager.allocate_slots(stock, num_new, num_lookahead_tokens=lookahead_tokens)
         return slots is not None
 
     def end_step(self) -> None:
@@ -354,6 +368,31 @@ class StockArena(StockMemory):
     def free(self, active: ActiveRequest) -> None:
         """See `Arena`."""
         self._manager.free(self._requests.pop(active.name))
+
+
+class _BlockEnds:
+    """Lengths of a request at which vLLM's manager takes, frees or caches a block of it.
+
+    Between them a decoding request changes nothing, however often the manager is asked.
+    """
+
+    def __init__(self, plan: StockPlan, *, prefix_caching: bool) -> None:
+        """Collect the lengths.
+
+        Args:
+            plan: vLLM's plan of the arena.
+            prefix_caching: Whether blocks are kept for later requests.
+        """
+        specs = [group.kv_cache_spec for group in plan.kv_cache_config.kv_cache_groups]
+        chunks = [getattr(spec, "attention_chunk_size", 0) or 0 for spec in specs]
+        windows = [getattr(spec, "sliding_window", 0) or 0 for spec in specs]
+        hash_tokens = plan.hash_tokens if prefix_caching else 0
+        self._tokens = gcd(hash_tokens, *(spec.block_size for spec in specs), *chunks)
+        self._first = sorted({0, *(tokens % self._tokens for tokens in windows)})
+
+    def is_near(self, num_tokens: int) -> bool:
+        """Whether a request with so many tokens has reached such a length a few tokens ago."""
+        return any((num_tokens - first) % self._tokens <= _LATE_TOKENS for first in self._first)
 
 
 def _group_bytes(model: ModelSpec, plan: StockPlan) -> list[float]:

@@ -1,6 +1,5 @@
 """Engines in this process that have joined a shared arena, and the arena's bytes in workers."""
 
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,15 @@ from vllm.logger import init_logger
 
 from jenga.broker.client import SocketLender, attach
 from jenga.broker.folder import ArenaFolder
+from jenga.broker.memory import CPU, UNTRIED, ArenaMemory, DeviceArray
+from jenga.errors import InvariantError
 from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 from jenga.vllm_plugin.settings.shared_arena import Membership, arena_share
 
 if TYPE_CHECKING:
+    import mmap
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -26,6 +29,9 @@ _lenders: dict[str, SocketLender] = {}
 
 _attached: dict[str, object] = {}
 """Name of an engine -> its connection to the broker, in the process of a worker."""
+
+_mapped: dict[str, ArenaMemory] = {}
+"""Name of an engine -> the memory that a worker in this process has mapped for it."""
 
 
 def join_shared_arena(vllm_config: "VllmConfig", configs: "Sequence[KVCacheConfig]") -> None:
@@ -76,28 +82,54 @@ def lender_of(membership: Membership) -> SocketLender:
 
 
 def views_of_shared_arena(
-    membership: Membership, views: dict[str, torch.Tensor]
+    membership: Membership, views: dict[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Get the same views of the shared arena as these are of a buffer. It is not cleared.
 
     Args:
         membership: The engine, which has joined.
-        views: Views of one buffer that is as long as the arena, by layer name.
+        views: Views of one buffer that is as long as the arena, by layer name. It needs no memory.
+        device: Device of this worker.
 
     Raises:
         BrokerError: The broker is not there, or does not know the engine.
+        RuntimeError: The memory is lost, or the CUDA driver does not open it.
+        ValueError: The memory is on another GPU.
     """
     folder = ArenaFolder(Path(membership.folder))
     _attached[membership.name] = attach(folder, membership.name)
-    with folder.arena.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
-    arena = torch.frombuffer(mapped, dtype=torch.int8)  # keeps the mapping
+    memory = folder.memory
+    if memory.device != CPU:
+        logger.warning("%s: %s", BACKEND_NAME, UNTRIED)
+    arena = _tensor_over(memory.map(device.index or 0), device)
+    _mapped[membership.name] = memory
     return {
         name: torch.as_strided(
             arena.view(view.dtype), view.size(), view.stride(), view.storage_offset()
         )
         for name, view in views.items()
     }
+
+
+def _tensor_over(mapped: "mmap.mmap | DeviceArray", device: torch.device) -> torch.Tensor:
+    """Get a tensor of int8 over mapped bytes, which it keeps mapped."""
+    if not isinstance(mapped, DeviceArray):
+        return torch.frombuffer(mapped, dtype=torch.int8)
+    arena = torch.as_tensor(mapped, device=device)
+    if arena.data_ptr() != mapped.address:
+        msg = f"torch copied the arena at {mapped.address:#x} to {arena.data_ptr():#x}"
+        raise InvariantError(msg)
+    return arena
+
+
+def check_memory(config: "KVCacheConfig") -> None:
+    """Check before a step that the memory of a shared arena is still there, if an engine has it.
+
+    Raises:
+        MemoryLostError: The process that held memory of a GPU has ended.
+    """
+    if isinstance(config, JengaKVCacheConfig) and config.shared_arena is not None:
+        _mapped[config.shared_arena.name].check()
 
 
 def wait_for_news(membership: Membership, most_seconds: float) -> None:

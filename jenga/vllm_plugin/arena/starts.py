@@ -95,9 +95,20 @@ def check_longest_request(
     Raises:
         ValueError: The arena is too small. The message says which length fits. It also says how
             many bytes the whole length takes or, with a fixed number of blocks, how many blocks.
+            Or an engine that shares an arena takes more beside it than it was allowed to.
     """
     model_config = vllm_config.model_config
-    if not groups or min(available_memory) <= 0:
+    share = arena_share(vllm_config)
+    if share is not None and min(available_memory) < 0:
+        msg = (
+            f"{BACKEND_NAME}: beside the shared arena this engine takes {-min(available_memory)} "
+            f"bytes more than --gpu-memory-utilization "
+            f"{vllm_config.cache_config.gpu_memory_utilization} allows; raise it if the GPU has "
+            f"room, and start engines on one GPU one after another, because each counts what "
+            f"others take meanwhile"
+        )
+        raise ValueError(msg)
+    if not groups or (share is None and min(available_memory) <= 0):
         return  # without layers or memory: vLLM reports that itself
     stages = [stage_of(project_groups(groups, specs)) for specs in kv_cache_specs]
     rooms = [
@@ -106,7 +117,6 @@ def check_longest_request(
     ]
     override = vllm_config.cache_config.num_gpu_blocks_override
     num_large_pages = min(rooms) if override is None else override
-    share = arena_share(vllm_config)
     if share is not None:
         num_large_pages = 1 + share.guarantee_pages
     is_fitted = model_config.original_max_model_len == -1
@@ -192,12 +202,14 @@ def report_states(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
 def report_graphs(estimated_bytes: int, config: JengaKVCacheConfig, *, is_left_out: bool) -> None:
     """Log vLLM's estimate of the memory of CUDA graphs, compared with the arena of a worker.
 
+    Nothing is logged without an estimate, or with a shared arena, which graphs make no smaller.
+
     Args:
-        estimated_bytes: Estimated bytes. 0 means that vLLM made no estimate: nothing is logged.
+        estimated_bytes: Estimated bytes. 0 means that vLLM made no estimate.
         config: Configuration of the worker.
         is_left_out: Whether vLLM made the arena smaller by these bytes.
     """
-    if not estimated_bytes or not config.kv_cache_groups:
+    if not estimated_bytes or not config.kv_cache_groups or config.shared_arena is not None:
         return
     large_page_bytes = stage_of(config.kv_cache_groups).large_page_bytes
     logger.info(

@@ -87,14 +87,20 @@ def _initialize_from_config(original: Function) -> Function:
 
 def _allocate_kv_cache(original: Function) -> Function:
     @functools.wraps(original)
-    def allocate_kv_cache(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def allocate_kv_cache(
+        kv_cache_config: Any,  # noqa: ANN401
+        device: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from torch import device as torch_device
+
         from jenga.vllm_plugin.arena.joined import is_shared, views_of_shared_arena
 
-        # Memory of this buffer is never touched if it is not the arena.
-        views = original(kv_cache_config, *args, **kwargs)
         if not is_shared(kv_cache_config):
-            return views
-        return views_of_shared_arena(kv_cache_config.shared_arena, views)
+            return original(kv_cache_config, device, *args, **kwargs)
+        views = original(kv_cache_config, torch_device("meta"), *args, **kwargs)
+        return views_of_shared_arena(kv_cache_config.shared_arena, views, device)
 
     return allocate_kv_cache
 
@@ -256,12 +262,15 @@ def _create_chunked_local_attention_backend(original: Function) -> Function:
 def _takes_orders(original: Function) -> Function:
     @functools.wraps(original)
     def take_orders(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.joined import check_memory
         from jenga.vllm_plugin.orders.step_orders import attached_orders
         from jenga.vllm_plugin.worker.step_mailbox import mailbox_of
 
         mailbox, orders = mailbox_of(self), attached_orders(scheduler_output)
-        if mailbox is not None and orders is not None:
-            mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, orders)
+        if mailbox is not None:
+            check_memory(self.kv_cache_config)
+            if orders is not None:
+                mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, orders)
         return original(self, scheduler_output)
 
     return take_orders
@@ -302,7 +311,7 @@ WORKERS = (
         Replacement(
             module=module,
             name="allocate_kv_cache",
-            reason="allocates a buffer of its own; engines that share an arena map one file",
+            reason="allocates a buffer of its own; engines that share an arena map one memory",
             parameters=("kv_cache_config", "device", "layout", "kernel_block_sizes"),
             make=_allocate_kv_cache,
         )

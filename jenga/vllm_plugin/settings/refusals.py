@@ -93,11 +93,8 @@ class Refusal(Enum):
         instead="a larger number, or a smaller --max-model-len",
     )
     SHARED_ARENA = Words(
-        feature="an arena that engines share (JENGA_SHARED_ARENA) with this device or option",
-        reason=(
-            "sharing an arena between engines runs on the CPU only so far, with one rank for each "
-            "engine, and its broker decides on all of its memory"
-        ),
+        feature="an arena that engines share (JENGA_SHARED_ARENA) with this option",
+        reason="each engine has one rank, and the arena's broker decides on all of its memory",
         instead="an arena of its own, or leave the option out",
     )
     ONE_CACHE_GROUP = Words(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jenga.broker.client import BrokerError, check_join
 from jenga.broker.folder import ArenaFolder
+from jenga.broker.memory import MemoryLostError
 from jenga.vllm_plugin.settings.environment import (
     GUARANTEE_VARIABLE,
     SHARED_ARENA_VARIABLE,
@@ -65,8 +66,9 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
     """Let an engine use large pages of a shared arena, if its settings ask for that.
 
     Raises:
-        ValueError: There is no such arena, its broker is not there or would refuse the engine, or
-            the configuration asks for what cannot be served with it.
+        ValueError: There is no such arena, or its memory is lost or on another device. Or its
+            broker is not there, or would refuse the engine, or the configuration asks for what
+            cannot be served with it.
     """
     if settings.shared_arena is None or arena_share(vllm_config) is not None:
         return
@@ -76,6 +78,7 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
     folder = ArenaFolder(settings.shared_arena.absolute())
     with folder.open_books().closing() as books:
         large_page_bytes, num_pages = books.large_page_bytes, books.num_pages
+    _check_memory(folder)
     guarantee_pages = -(-settings.guarantee_bytes // large_page_bytes)
     limit_pages = num_pages - 1
     if settings.limit_bytes:
@@ -111,21 +114,45 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
         raise ValueError(msg) from error
     options[_SHARE] = asdict(share)
     vllm_config.cache_config.num_gpu_blocks_override = num_pages
+    # Its steps would write to large pages that other engines have.
+    vllm_config.kernel_config.enable_jit_warmup = False
+
+
+def _check_memory(folder: ArenaFolder) -> None:
+    """Refuse an arena whose memory is lost, or on another device than this engine."""
+    from vllm.platforms import current_platform
+
+    place = f"{SHARED_ARENA_VARIABLE}={folder.path}"
+    try:
+        memory = folder.memory
+        memory.check()
+    except MemoryLostError as error:
+        msg = f"{place}: {error}"
+        raise ValueError(msg) from error
+    device = current_platform.device_type
+    if memory.device.partition(":")[0] != device:
+        msg = (
+            f"{place}: its memory is on {memory.device}, and this engine runs on {device}; "
+            f"`jenga broker start --device {device}` makes an arena for it"
+        )
+        raise ValueError(msg)
 
 
 def _not_served(vllm_config: "VllmConfig") -> str:
-    """Get the device and options that a shared arena does not serve. It may be empty."""
-    from vllm.platforms import current_platform
-
+    """Get the options that a shared arena does not serve. It may be empty."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    speculation = vllm_config.speculative_config
     num_ranks = parallel.world_size * parallel.data_parallel_size
     options = vllm_config.additional_config
     found = {
-        current_platform.device_name: not current_platform.is_cpu(),
         f"{num_ranks} ranks": num_ranks > 1,
         "--num-gpu-blocks-override": vllm_config.cache_config.num_gpu_blocks_override is not None,
         "--kv-offloading-size": isinstance(options, dict) and "jenga_host_bytes" in options,
         "--enable-sleep-mode": model is not None and model.enable_sleep_mode,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
+        # It times steps on any pages of the arena, and recurrent layers write to them.
+        "enable_adaptive_verification": (
+            speculation is not None and speculation.enable_adaptive_verification
+        ),
     }
     return ", ".join(name for name, is_found in found.items() if is_found)

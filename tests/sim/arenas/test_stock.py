@@ -2,14 +2,16 @@
 
 import os
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
 from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.arenas.vllm_plan import read_stock_options
 from jenga.sim.batching.arena import ActiveRequest
 from jenga.sim.batching.scheduler import Scheduler
-from jenga.sim.replays.replay import constant_clock
+from jenga.sim.replays.replay import Replay, constant_clock
 from jenga.sim.replays.row_file import RowFile
 from jenga.sim.replays.session import Machine, Running, Settings, Trace, replay_rows, run_row
 from jenga.sim.results.rows import StepRow, read_rows
@@ -196,6 +198,59 @@ def test_replay_of_vllm_schedules_as_vllm_does(engine_config, name, seed):
     assert arena.num_evicted > 0
     if name == "full":
         assert scheduler.num_preemptions > 0
+
+
+def books(arena):
+    """All that vLLM's manager remembers of blocks: of each request, free in order, and cached."""
+    manager = arena._manager
+    pool = manager.block_pool
+    held = [
+        {name: [block.block_id for block in blocks] for name, blocks in each.req_to_blocks.items()}
+        for each in manager.coordinator.single_type_managers
+    ]
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    return held, free, [(block.block_hash, block.ref_cnt) for block in pool.blocks]
+
+
+@pytest.mark.parametrize(
+    ("option", "is_asynchronous"), [("default", True), ("retention=0", True), ("match=16", False)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_in_which_vllm_is_not_asked_would_change_nothing(
+    monkeypatch, name, option, is_asynchronous
+):
+    model = ModelSpec(name=name, layer_types=MODELS[name])
+    draw = random.Random(0)
+    requests = [replace(each, output_tokens=draw.randint(1, 150)) for each in workload(seed=1)]
+
+    def run(*, always_asks):
+        arena = make_arena(
+            "vllm",
+            model,
+            160_000,
+            chunk_tokens=CHUNK_TOKENS,
+            steps_in_flight=1 + is_asynchronous,
+            stock=read_stock_options(option),
+        )
+        allocate, num_asked = arena._manager.allocate_slots, []
+        arena._manager.allocate_slots = lambda *args, **kwargs: (
+            num_asked.append(1),
+            allocate(*args, **kwargs),
+        )[1]
+        with monkeypatch.context() as patch:
+            if always_asks:
+                patch.setattr(arena._ends, "is_near", lambda _num_tokens: True)
+            replay = Replay(
+                requests, arena, clock=constant_clock(1.0), is_asynchronous=is_asynchronous
+            )
+            seen = [(step, books(arena)) for step in replay]
+        return seen, replay.hit_tokens, arena.num_evicted, len(num_asked)
+
+    *seen, num_asked = run(always_asks=False)
+    *wanted, num_asked_always = run(always_asks=True)
+
+    assert seen == wanted
+    assert num_asked < 0.8 * num_asked_always
 
 
 def test_bytes_of_vllm_add_up_and_shared_blocks_are_used_once():

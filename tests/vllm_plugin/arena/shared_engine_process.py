@@ -11,6 +11,8 @@ import json
 import os
 import sys
 
+from tests.broker import fake_cuda
+
 
 def generate(llm, prompts, num_tokens):
     from vllm import SamplingParams
@@ -21,6 +23,15 @@ def generate(llm, prompts, num_tokens):
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def share_memory_of_no_gpu():
+    """Let engines on a CPU share an arena of the CUDA driver without a GPU."""
+    from jenga.vllm_plugin.arena import joined
+    from jenga.vllm_plugin.settings import shared_arena
+
+    shared_arena._check_memory = lambda _: None
+    joined._tensor_over = lambda mapped, _: fake_cuda.tensor_over(mapped)
 
 
 def main():
@@ -34,6 +45,8 @@ def main():
 
     from vllm import LLM
 
+    if fake_cuda.FOLDER_VARIABLE in os.environ:
+        share_memory_of_no_gpu()
     llm = LLM(**options)
     is_shared = False
     for line in sys.stdin:

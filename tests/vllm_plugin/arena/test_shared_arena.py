@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from jenga.broker.folder import ArenaFolder
-from tests.vllm_plugin.conftest import ENGINE_OPTIONS, engine_environment, program
+from tests.conftest import ENVIRONMENT, HAS_GPU
+from tests.vllm_plugin.conftest import ENGINE_OPTIONS, V2_RUNNER, engine_environment, program
+from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.programs.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -50,12 +52,13 @@ class Engine:
 
 
 @contextmanager
-def engine(model, folder):
+def engine(model, folder, variables=None, **changes):
     options = ENGINE_OPTIONS | {
         "model": str(model),
         "attention_backend": "JENGA_TRITON",
         "enable_prefix_caching": True,
         "max_num_seqs": 16,
+        **changes,
     }
     command = [
         sys.executable,
@@ -69,7 +72,7 @@ def engine(model, folder):
         log,
         subprocess.Popen(
             command,
-            env=engine_environment(by_references=True),
+            env=engine_environment(by_references=True, **(variables or {})),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -159,6 +162,45 @@ def test_two_engines_of_other_models_share_an_arena_and_answer_as_alone(tiny_mod
         second.ask("generate", [prompt[::-1] for prompt in prompts[1]])
         assert second.ask("generate", prompts[1]) == alone[1]
         assert second.num_held(folder) > held_before
+
+
+@pytest.mark.slow
+def test_a_start_as_on_a_gpu_writes_to_no_large_page_that_others_may_have(tiny_model, tmp_path):
+    folder = ArenaFolder(tmp_path / "arena")
+    sizes = ["--large-page-bytes", LARGE_PAGE_BYTES, "--bytes", NUM_PAGES * LARGE_PAGE_BYTES]
+    options = ENGINE_OPTIONS | {
+        "model": str(tiny_model("granite_hybrid")),
+        "attention_backend": "JENGA_TRITON",
+        "enable_prefix_caching": True,
+        **graphs_of(1, 4),
+    }
+    environment = engine_environment(
+        JENGA_SHARED_ARENA=str(folder.path),
+        JENGA_SHARED_ARENA_GUARANTEE=str(GUARANTEE_PAGES * LARGE_PAGE_BYTES),
+        **{V2_RUNNER: "1"},
+    )
+    command = [sys.executable, HERE / "shared_start_process.py", json.dumps(options), folder.path]
+    with broker(folder, *sizes):
+        written = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+    assert set(json.loads(written)) <= {0}  # the null page
+
+
+@pytest.mark.slow
+def test_the_check_for_gpus_passes():
+    """Without a GPU it runs with a driver that has none."""
+    command = [sys.executable, "-m", "tests.vllm_plugin.arena.sharing_on_gpu"]
+    options = [] if HAS_GPU else ["--fake"]
+    output = subprocess.run(
+        [*command, *options],
+        check=False,
+        cwd=HERE.parents[2],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert output.endswith("passed\n"), output
 
 
 def test_an_engine_without_work_is_woken_up_to_return_what_the_broker_calls_for(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from jenga.errors import OutOfPagesError
+from jenga.vllm_plugin.settings.shared_arena import Membership
 from tests.vllm_plugin.arena.test_layout import HYBRID, MIB, attention, engine_config, mamba
 from tests.vllm_plugin.arena.test_pipeline_layout import FIRST, SECOND
 from tests.vllm_plugin.conftest import (
@@ -173,6 +174,27 @@ def test_of_several_ranks_the_one_with_least_room_decides():
     enough = bytes_named(message)
     assert len(planned(workers, [enough] * 2, options_of(2048))) == 2
     assert "would do" in refusal_of(workers, [enough - 1] * 2, options_of(2048))
+
+
+def test_an_engine_that_takes_too_much_beside_a_shared_arena_is_refused():
+    share = {
+        "folder": "/dev/shm/arena",
+        "large_page_bytes": MIB,
+        "num_pages": 65,
+        "guarantee_pages": 64,
+        "limit_pages": 64,
+    }
+
+    def options():
+        config = options_of(2048, num_gpu_blocks_override=65, gpu_memory_utilization=0.25)
+        config.additional_config = {"jenga_shared_arena": share}
+        return config
+
+    message = refusal_of([HYBRID], [-4096], options())
+    assert "takes 4096 bytes more than --gpu-memory-utilization 0.25 allows" in message
+    # All of its allowance may be taken, because the arena is not a part of it.
+    share["guarantee_pages"] = 1
+    assert "guarantees 1 large pages" in refusal_of([HYBRID], [0], options())
 
 
 def test_too_few_large_pages_asked_for_are_refused_with_the_length_they_hold():
@@ -380,6 +402,10 @@ def test_graphs_are_told_where_they_were_estimated(monkeypatch):
         f" {arena_bytes // 5} bytes, 20.0 % of the arena's {arena_bytes}" in x for x in lines
     )
     assert ["=0" in line for line in lines] == [False, True]
+
+    config.shared_arena = Membership(folder="/dev/shm/arena", name="engine", steps_in_flight=1)
+    starts.report_graphs(arena_bytes // 5, config, is_left_out=True)
+    assert len(lines) == 2
 
 
 @pytest.mark.slow

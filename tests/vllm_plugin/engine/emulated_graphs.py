@@ -131,6 +131,7 @@ def start_as_on_a_gpu(llm):
         num_tokens.append(step.total_num_scheduled_tokens)
         return worker.execute_model(step)
 
-    gpu_worker.warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
+    if worker.vllm_config.kernel_config.enable_jit_warmup:
+        gpu_worker.warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
     worker.model_runner.capture_model()
     return num_tokens
