@@ -80,6 +80,16 @@ SERVED = {
             "images/test_hosted_images.py"
             "::test_embeddings_live_in_kv_pages_and_are_encoded_once_for_a_request"
         ),
+        "Embeddings in pages of keys and values in an arena that is too small": (
+            "images/test_hosted_images.py"
+            "::test_requests_whose_images_live_in_kv_pages_are_preempted_in_a_small_arena"
+        ),
+        "Embeddings in pages of keys and values of images whose tokens read each other": (
+            "images/test_hosted_images.py::test_images_that_one_step_reads_whole_live_in_kv_pages"
+        ),
+        "Embeddings in pages of keys and values with drafts (n-grams, draft models)": (
+            "images/test_hosted_images.py::test_drafts_behind_images_in_kv_pages_change_no_token"
+        ),
         "Audio embeddings in the arena (Qwen2-Audio)": (
             "images/test_audio_pages.py::test_audio_is_encoded_once_and_read_from_pages_of_the_arena"
         ),
@@ -88,6 +98,14 @@ SERVED = {
         ),
         "Image embeddings in host memory": (
             "images/test_image_pages.py::test_images_that_a_small_arena_lost_come_back_from_host_memory"
+        ),
+        "Embeddings in host memory of images whose tokens read each other": (
+            "images/test_image_pages.py"
+            "::test_images_that_one_step_reads_whole_come_back_from_host_memory"
+        ),
+        "Audio embeddings in host memory (Qwen2-Audio)": (
+            "images/test_audio_pages.py"
+            "::test_audio_that_a_small_arena_lost_comes_back_from_host_memory"
         ),
         "Images in host memory that cross attention reads (Llama 3.2 Vision)": (
             "images/test_mllama.py::test_requests_are_preempted_and_images_evicted_in_a_small_arena"
@@ -171,6 +189,13 @@ SERVED = {
             "parallel/test_parallel_layers.py"
             "::test_windows_on_two_tensor_parallel_ranks_generate_and_find_what_one_does"
         ),
+        "Tensor parallelism of models with images (both places for embeddings)": (
+            "images/test_hosted_images.py::test_two_tensor_parallel_ranks_have_all_embeddings_each"
+        ),
+        "Tensor parallelism of cross attention to images (Llama 3.2 Vision)": (
+            "images/test_mllama.py"
+            "::test_two_tensor_parallel_workers_read_images_and_find_them_again"
+        ),
         "Pipeline parallelism (sliding windows, Mamba-1 hybrids, short convolutions)": (
             "parallel/test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
         ),
@@ -187,12 +212,22 @@ SERVED = {
         "Cross attention to images on model runner V2 (Llama 3.2 Vision)": (
             "images/test_mllama.py::test_the_second_model_runner_stores_images_and_finds_them_again"
         ),
+        "Embeddings in pages of keys and values on model runner V2": (
+            "images/test_hosted_images.py::test_the_second_runner_reads_images_in_kv_pages"
+        ),
         "Token budgets of layers on model runner V2": (
             "attention/test_token_budgets.py"
             "::test_the_second_model_runner_keeps_what_a_dense_model_chooses"
         ),
         "`torch.compile`": (
             "engine/test_compiled_engine.py::test_a_compiled_model_generates_what_it_does_step_by_step"
+        ),
+        "Log-probabilities of prompts with images (`prompt_logprobs`)": (
+            "images/test_hosted_images.py::test_prompts_about_images_are_scored_as_by_stock_vllm"
+        ),
+        "Log-probabilities of prompts with images (Llama 3.2 Vision)": (
+            "images/test_mllama.py"
+            "::test_the_token_of_an_image_is_impossible_where_prompts_are_scored"
         ),
         "Sleep mode": (
             "engine/test_sleep.py::test_an_engine_that_slept_generates_what_one_does_that_did_not"
@@ -218,7 +253,6 @@ NOT_TRIED = {
     "Other audio in the place of tokens (Ultravox, Voxtral, Qwen2.5-Omni)": "",
     "Pipeline parallelism of Granite 4.0": "vLLM 0.32 fails to make its layers on two ranks",
     "Pipeline parallelism with images or audio": "",
-    "Tensor parallelism with embeddings in pages of keys and values": "",
     "EAGLE and MTP with tensor parallelism": "n-grams and draft models are tested",
     "Expert parallelism (`--enable-expert-parallel`, `--enable-eplb`)": (
         "vLLM's CPU build does not gather the tokens of experts"

@@ -292,7 +292,9 @@ def get_kv_cache_groups(
     images = [each for each in model.layer_types if isinstance(each, ImageEmbedding)]
     image_row = None
     if images and settings.embeddings_in_kv_pages:
-        model, image_row = with_images_in_kv_pages(model), images[0].layers[0]
+        longest_tokens = vllm_config.model_config.max_model_len
+        model = with_images_in_kv_pages(model, longest_tokens)
+        image_row = images[0].layers[0]
     if images:
         vllm_config.ec_manager_config.encoder_cache_manager_cls = ENCODER_CACHE_PATH
     tokens_per_page = _page_tokens(vllm_config)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -40,6 +41,7 @@ from jenga.vllm_plugin.models.mllama_processor import (
     MllamaProcessingInfo,
     most_image_tokens,
 )
+from jenga.vllm_plugin.models.prompt_scores import is_scoring_prompts
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 from jenga.vllm_plugin.specs.image_features import IMAGE_TOKENS
 
@@ -362,9 +364,16 @@ class MllamaForConditionalGeneration(nn.Module, SupportsMultiModal):
         return self.language_model.model(positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Get logits, [num_tokens, vocab_size]."""
+        """Get logits, [num_tokens, vocab_size].
+
+        Where prompts are scored, further columns of -inf stand for the tokens behind the
+        vocabulary, which are never generated.
+        """
         head = self.language_model
-        return head.logits_processor(head.lm_head, hidden_states)
+        logits = head.logits_processor(head.lm_head, hidden_states)
+        if logits is None or not is_scoring_prompts():
+            return logits
+        return pad(logits, (0, SPECIAL_EMBEDDINGS), value=float("-inf"))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights by the names of published checkpoints, or those of newer ones."""

@@ -16,8 +16,8 @@ class StepImages(EncoderCacheManagerMetadata):
     Attributes:
         reads: Identifier of an image -> its pages that the step's requests hold. The null page
             stands for pages that none of them reads any more.
-        writes: Identifier of an image that the step encodes -> for each request that gets it, the
-            pages to write.
+        writes: Identifier of an image that the step encodes -> for each place in a prompt that
+            shows the image, the pages to write.
     """
 
     reads: Mapping[str, Sequence[SmallPageId]] = field(

@@ -276,6 +276,17 @@ def _takes_orders(original: Function) -> Function:
     return take_orders
 
 
+def _scores_prompts(original: Function) -> Function:
+    @functools.wraps(original)
+    def score(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.models.prompt_scores import scoring_prompts
+
+        with scoring_prompts():
+            return original(*args, **named)
+
+    return score
+
+
 WORKERS = (
     Replacement(
         module="vllm.v1.worker.gpu_worker",
@@ -359,6 +370,37 @@ WORKERS = (
         ),
         parameters=("self", "scheduler_output"),
         make=_execute_mm_encoder,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name=name,
+            reason=(
+                "looks up all tokens of a prompt in its logits, but Llama 3.2 Vision has no logit "
+                "for the token of an image"
+            ),
+            parameters=("self", *inputs),
+            make=_scores_prompts,
+        )
+        for module, name, inputs in (
+            (
+                "vllm.v1.worker.gpu_model_runner",
+                "GPUModelRunner._get_prompt_logprobs_dict",
+                ("hidden_states", "num_scheduled_tokens"),
+            ),
+            (
+                "vllm.v1.worker.gpu.sample.prompt_logprob",
+                "PromptLogprobsWorker.compute_prompt_logprobs",
+                (
+                    "logits_fn",
+                    "hidden_states",
+                    "input_batch",
+                    "all_token_ids",
+                    "num_computed_tokens",
+                    "prompt_lens",
+                ),
+            ),
+        )
     ),
     Replacement(
         module="vllm.v1.worker.gpu_model_runner",

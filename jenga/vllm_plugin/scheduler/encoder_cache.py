@@ -26,7 +26,8 @@ class ImageBook:
 
     An input of a request is *held* from the step on that writes it, loads it from host memory or
     shares pages in which it was found. It is held until all its tokens are processed. Only held
-    pages are read.
+    pages are read. A step that ends before an input has no pages for it. If vLLM has the encoder
+    run nevertheless, the input is not held, and is encoded again.
     """
 
     __slots__ = (
@@ -146,7 +147,7 @@ class ImageBook:
             is_cached = self._is_in_hit(name, number)
         elif identifier in self._encoding:
             # vLLM asks again after an allocation for inputs that occur twice in a step.
-            if self._encoding[identifier] != name or not self._pages(name, number):
+            if self._encoding[identifier] != name or not self._has_place(name, number):
                 return False
             self._add(name, number)
             return True
@@ -179,8 +180,16 @@ class ImageBook:
 
     def encode(self, request: "Request", number: int) -> None:
         """Record that the step encodes an input of a request."""
-        self._encoding[request.mm_features[number].identifier] = request.request_id
-        self._add(request.request_id, number)
+        name = request.request_id
+        self._encoding[request.mm_features[number].identifier] = name
+        if self._has_place(name, number):
+            self._add(name, number)
+        else:
+            self._written.append((name, number))
+
+    def _has_place(self, request_id: str, number: int) -> bool:
+        """Whether a request of the step has memory for an input."""
+        return bool(self._pages(request_id, number))
 
     def _add(self, request_id: str, number: int) -> None:
         self._held.setdefault(request_id, set()).add(number)
@@ -228,7 +237,9 @@ class ImageBook:
         writes: dict[str, list[list[SmallPageId]]] = {}
         for name, number in self._written:
             identifier = self._step[name][0].mm_features[number].identifier
-            writes.setdefault(identifier, []).append(self._pages(name, number))
+            places, pages = writes.setdefault(identifier, []), self._pages(name, number)
+            if pages:
+                places.append(pages)
         return StepImages(reads=reads, writes=writes) if reads or writes else None
 
     def _pages(self, request_id: str, number: int) -> list[SmallPageId]:

@@ -47,20 +47,14 @@ class HostedBook(ImageBook):
         if number in self._held.get(name, ()):
             return True
         # vLLM asks again after an allocation for inputs that occur twice in a step.
-        if self._encoding.get(identifier) != name or self._rows(name, number) is None:
+        if self._encoding.get(identifier) != name or not self._has_place(name, number):
             return False
         self._add(name, number)
         return True
 
-    def encode(self, request: "Request", number: int) -> None:
-        """Record that the step encodes an input of a request."""
-        name = request.request_id
-        self._encoding[request.mm_features[number].identifier] = name
-        # A step may end before an image that vLLM asked for, which then has no slots yet.
-        if self._rows(name, number) is None:
-            self._written.append((name, number))
-        else:
-            self._add(name, number)
+    def _has_place(self, request_id: str, number: int) -> bool:
+        """Whether a request of the step has slots for a whole input."""
+        return self._rows(request_id, number) is not None
 
     def orders(self) -> HostedStepImages | None:
         """Get the slots of all images that the step reads or writes. None if there are none."""

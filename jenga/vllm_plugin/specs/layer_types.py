@@ -96,6 +96,9 @@ INT4_ROW_ELEMENTS = 32
 _FULL = "full"
 """Name of the layer type of full attention over keys and values."""
 
+_DRAFT = "draft_"
+"""Prefix of the names of a draft model's layer types."""
+
 _STATE_ALIGNMENT_BYTES = 16
 """Alignment of a state within its page: the widest load of one thread."""
 
@@ -314,7 +317,7 @@ def model_spec(
     drafts = _layer_types({name: spec for name, spec in specs.items() if name in draft_layers})
     check_draft(layer_type.name for layer_type in drafts)
     # Draft layers come first, since vLLM's runner gives a draft model the first group's page table.
-    types = [replace(layer_type, name=f"draft_{layer_type.name}") for layer_type in drafts]
+    types = [replace(layer_type, name=f"{_DRAFT}{layer_type.name}") for layer_type in drafts]
     types += _layer_types({name: spec for name, spec in specs.items() if name not in draft_layers})
     # Image embeddings come last. Every other page table is a group of vLLM with the same index.
     types.sort(key=lambda layer_type: isinstance(layer_type, ImageEmbedding))
@@ -327,15 +330,33 @@ def without_images(model: ModelSpec) -> ModelSpec:
     return replace(model, layer_types=kept)
 
 
-def with_images_in_kv_pages(model: ModelSpec) -> ModelSpec:
+def with_images_in_kv_pages(model: ModelSpec, longest_tokens: int) -> ModelSpec:
     """Get a model whose image embeddings live in slots of full attention.
 
+    Without full attention they live in those of a window that no request outgrows. It keeps every
+    token, so it becomes full attention.
+
+    Args:
+        model: The model, with embeddings of images.
+        longest_tokens: Number of tokens of the longest request.
+
     Raises:
-        ValueError: The model has no full attention over keys and values, or its slots are smaller
-            than an embedding.
+        ValueError: The model has neither over keys and values, or its slots are smaller than an
+            embedding.
     """
+    types = model.layer_types
+
+    def keeps_all(each: LayerType) -> bool:
+        return isinstance(each, SlidingWindow) and each.window_tokens >= longest_tokens
+
+    whole = next(
+        (each for each in types if keeps_all(each) and not each.name.startswith(_DRAFT)), None
+    )
+    if whole is not None and all(each.name != _FULL for each in types):
+        host = FullAttention(name=_FULL, layers=whole.layers)
+        types = tuple(host if each is whole else each for each in types)
     try:
-        return model.with_images_in(_FULL)
+        return replace(model, layer_types=types).with_images_in(_FULL)
     except ValueError as error:
         raise Refusal.EMBEDDINGS_IN_KV_PAGES.error(str(error)) from error
 

@@ -142,12 +142,16 @@ class ArenaEmbeddings(StepEmbeddings):
     def write(
         self, identifier: str, places: Sequence[Sequence[SmallPageId]] | None, rows: torch.Tensor, /
     ) -> None:
-        """Write an image to the pages of each request that gets it; see `__setitem__`."""
+        """Write an image to the pages of each place that shows it; see `__setitem__`."""
         _, page_rows, width = self._pages.shape
         all_ids = places or ()
         rows = rows[: max(map(len, all_ids), default=0) * page_rows]
         num_pages = -(-len(rows) // page_rows)
-        if not all_ids or any(len(ids) != num_pages for ids in all_ids) or rows.shape[1] != width:
+        if (
+            places is None
+            or any(len(ids) != num_pages for ids in all_ids)
+            or rows.shape[1] != width
+        ):
             msg = (
                 f"an encoder made {tuple(rows.shape)} rows of image {identifier!r}, for which "
                 f"pages {all_ids} of {page_rows} rows of {width} elements are set aside"

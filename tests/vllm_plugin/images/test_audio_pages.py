@@ -6,6 +6,7 @@ Tokens are compared with the stock engine's, and the runs of the encoder are cou
 import pytest
 
 from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.images.test_image_pages import HOST, SMALL, check_host
 from tests.vllm_plugin.programs.engine_process import prompts_of_lengths
 from tests.vllm_plugin.tiny.tiny_audio_model import PLACEHOLDER, TOKENS_PER_SECOND, save
 
@@ -63,3 +64,26 @@ def test_audio_is_encoded_once_and_read_from_pages_of_the_arena(audio_model, run
     assert [len(output["prompt"]) for output in ours["outputs"]] == lengths * 2
     hits = [output["cached_tokens"] for output in ours["outputs"][len(AUDIO) :]]
     assert hits == [(length - 1) // 16 * 16 for length in lengths]
+
+
+@pytest.mark.slow
+def test_audio_that_a_small_arena_lost_comes_back_from_host_memory(audio_model, run_engine):
+    prompts = prompts_about_audio() * 4
+    job = {"by_references": True, "audio_seeds": AUDIO * 4, "rounds": 2, "max_tokens": 40}
+
+    theirs = run_engine(audio_model, prompts, options=STOCK, **job)
+    alone, ours = (
+        run_engine(
+            audio_model,
+            prompts,
+            options=OURS | SMALL | host,
+            fill_arena=True,
+            report_manager=True,
+            **job,
+        )
+        for host in ({}, HOST)
+    )
+
+    assert_same_generation(alone, theirs)
+    assert_same_generation(ours, theirs)
+    check_host(alone, ours, NUM_AUDIO)

@@ -331,6 +331,34 @@ def test_an_image_that_the_arena_lost_is_loaded_and_not_encoded_again():
     assert all(table.page_of((content, page)) for page in range(3))  # others find it again
 
 
+def read_overlapping(engine):
+    """Let a step end before an input that it encodes, because a later one in its place waits.
+
+    A video and its sound stand for the same tokens, each for every second of them.
+    """
+    sight = feature("sight", 6, 6, breaks=range(1, 12, 2))
+    sound = feature("sound", 6, 6, breaks=range(0, 12, 2))
+    engine.start_step()
+    assert engine.admit(request("a", 30, feature("sound", 6, 6)), 5)
+    assert engine.admit(request("b", 30, sight, sound), 5)
+    engine.execute()
+    engine.start_step()
+    first, second = engine.running
+    assert engine.schedule(first, 10)
+    assert engine.schedule(second, 10)
+    assert engine.batch["b"][1:] == (5, 6)
+    engine.execute()
+    engine.step(10, 7)
+    engine.step(5, 12)
+
+
+def test_an_input_that_a_step_ends_before_is_encoded_again():
+    engine = Engine()
+    read_overlapping(engine)
+
+    assert engine.encoded == ["sound", "sight", "sight"]
+
+
 def test_a_promise_of_a_step_ends_with_it():
     engine = Engine()
     engine.start_step()

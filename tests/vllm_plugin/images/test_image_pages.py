@@ -342,26 +342,34 @@ def test_the_same_image_twice_in_a_prompt_is_encoded_once(tiny_vision_model, run
     assert ours["encoded"] == [1]
 
 
-@pytest.mark.slow
-def test_requests_with_two_images_of_phi_3_vision_fill_a_small_arena(tiny_vision_model, run_engine):
-    """Beside 984 tokens of text and images, short answers grow until the arena is full."""
-    name = "phi3_v"
-    model, prompts = tiny_vision_model(name), prompts_of(name)
-    alone, about_two, text, again, other = prompts
-    texts = [text, *prompts_of_lengths((35, 35), seed=7)]
-    options = options_of(name) | {"kv_cache_memory_bytes": 80 * 49152}
+def run_phi_3_in_a_small_arena(run_engine, model, **job):
+    """Run requests with up to two images each; see `run_both`.
 
+    Beside 984 tokens of text and images, short answers grow until the arena is full.
+    """
+    name = "phi3_v"
+    alone, about_two, text, again, other = prompts_of(name)
+    texts = [text, *prompts_of_lengths((35, 35), seed=7)]
     ours, _ = run_both(
         run_engine,
         model,
         [about_two, *texts, alone, again, other],
         [CROPPED_IMAGES[index] for index in (1, 2, 2, 2, 0, 3, 4)],
-        options=options,
+        options=options_of(name) | {"kv_cache_memory_bytes": 80 * 49152},
         max_tokens=48,
+        **job,
     )
-
     assert ours["preemptions"] > 0
-    assert evicted(ours)["images"] > 0
+    return ours
+
+
+@pytest.mark.slow
+def test_images_of_phi_3_vision_come_back_from_host_memory(tiny_vision_model, run_engine):
+    model = tiny_vision_model("phi3_v")
+
+    alone, ours = (run_phi_3_in_a_small_arena(run_engine, model, own=host) for host in (None, HOST))
+
+    check_host(alone, ours, NUM_IMAGES)
 
 
 @pytest.mark.slow
@@ -400,24 +408,27 @@ def test_the_second_runner_reads_images_that_come_back_from_host_memory(
     assert sum(ours["encoded"]) == NUM_IMAGES
 
 
-@pytest.mark.slow
-def test_the_second_runner_reads_an_image_of_phi_3_vision(tiny_vision_model, run_engine):
-    """An image of one crop, because kernels of the second runner are interpreted on a CPU."""
-    name = "phi3_v"
-
+def run_phi_3_on_the_second_runner(run_engine, model, environment=None):
+    """Run a request with an image of one crop, because a CPU interprets that runner's kernels."""
     ours, _ = run_both(
         run_engine,
-        tiny_vision_model(name),
-        prompts_of(name)[:1],
+        model,
+        prompts_of("phi3_v")[:1],
         [[0]],
         options={
             "max_model_len": 352,
             "max_num_batched_tokens": 160,
             "mm_processor_kwargs": {"num_crops": 1},
         },
-        environment={V2_RUNNER: "1"},
+        environment={V2_RUNNER: "1"} | (environment or {}),
         max_tokens=4,
     )
+    return ours
+
+
+@pytest.mark.slow
+def test_the_second_runner_reads_an_image_of_phi_3_vision(tiny_vision_model, run_engine):
+    ours = run_phi_3_on_the_second_runner(run_engine, tiny_vision_model("phi3_v"))
 
     assert tables_of(ours)[-1] == "images"
     assert ours["encoded"] == [1]
@@ -530,8 +541,10 @@ def test_images_that_one_step_reads_whole_give_way_in_a_small_arena(
 
 
 @pytest.mark.slow
-def test_images_that_one_step_reads_whole_come_back_from_host_memory(tiny_vision_model, run_engine):
-    name = "gemma3_vision"
+@pytest.mark.parametrize("name", ["gemma3_vision", "paligemma"])
+def test_images_that_one_step_reads_whole_come_back_from_host_memory(
+    tiny_vision_model, run_engine, name
+):
     model, texts = tiny_vision_model(name), prompts_of_lengths((14, 15, 16), seed=8)
 
     (alone, num_images), (ours, _) = (

@@ -10,6 +10,7 @@ from jenga.models.options import ReadOptions
 from jenga.models.reader import read_config
 from tests import warm
 from tests.vllm_plugin.conftest import (
+    LOGPROB_TOLERANCE,
     NUM_WORKERS,
     V2_RUNNER,
     assert_same_generation,
@@ -48,7 +49,7 @@ def prompt(*parts, seed):
 
 @pytest.fixture
 def compare(tiny_vision_model, run_engine):
-    """Run ours against transformers; get our result. Both generate the same."""
+    """Run ours against transformers; get both results. Both generate the same."""
 
     def run(
         asked,
@@ -78,7 +79,7 @@ def compare(tiny_vision_model, run_engine):
         assert "error" not in theirs, theirs["error"][-4000:]
         assert_same_generation(ours, theirs)
         assert ours["request_tokens"] == {}
-        return ours
+        return ours | {"expected": theirs["outputs"]}
 
     return run
 
@@ -100,6 +101,30 @@ def test_text_attends_to_the_images_before_it(compare):
 
 
 CACHING = {"enable_prefix_caching": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
+@pytest.mark.parametrize("num_logprobs", [2, -1], ids=["two", "all"])
+def test_the_token_of_an_image_is_impossible_where_prompts_are_scored(
+    compare, runner, num_logprobs
+):
+    longer_than_a_step = (prompt(40, None, None, 70, seed=4), [[0, *SMALL], [1, *WIDE]])
+
+    ours = compare(
+        [*MIXED, longer_than_a_step],
+        options=CACHING | {"max_logprobs": -1},
+        max_tokens=3,
+        environment={V2_RUNNER: runner},
+        prompt_logprobs=num_logprobs,
+    )
+
+    for output, theirs in zip(ours["outputs"], ours["expected"], strict=True):
+        assert output["prompt_logprobs"] == pytest.approx(
+            theirs["prompt_logprobs"], abs=LOGPROB_TOLERANCE
+        )
+    scores = [each for output in ours["outputs"] for each in output["prompt_logprobs"]]
+    assert scores.count(float("-inf")) == 4  # without the image that is its prompt's first token
 
 
 def test_an_image_is_found_again_behind_other_text(compare):

@@ -98,6 +98,29 @@ def count_encoded(llm):
     return encoded
 
 
+def count_scheduled_to_encode(llm):
+    """Get a list that grows by the number of encoder inputs of each step."""
+    scheduler, scheduled = scheduler_of(llm), []
+    original = scheduler.schedule
+
+    def schedule(*args, **kwargs):
+        output = original(*args, **kwargs)
+        scheduled.append(sum(map(len, output.scheduled_encoder_inputs.values())))
+        return output
+
+    scheduler.schedule = schedule
+    return scheduled
+
+
+def count_encoder_inputs(llm, job):
+    """Get a list of numbers of encoder inputs that grows as they are encoded.
+
+    The model of several ranks is out of reach, so there it grows as steps are scheduled.
+    """
+    has_ranks = job["options"].get("tensor_parallel_size", 1) > 1
+    return count_scheduled_to_encode(llm) if has_ranks else count_encoded(llm)
+
+
 def forget_cached(manager, name):
     """Evict what is cached of images in one page table, and nothing else."""
     for table in manager._tables:
@@ -232,6 +255,14 @@ def _result(outputs):
             "logprobs": [
                 {str(token): entry.logprob for token, entry in position.items()}
                 for position in output.outputs[0].logprobs or ()
+            ],
+            # Of the tokens that the prompt has, but its first one.
+            "prompt_logprobs": [
+                entries[token].logprob
+                for token, entries in zip(
+                    output.prompt_token_ids, output.prompt_logprobs or (), strict=False
+                )
+                if entries is not None
             ],
             "finish_reason": output.outputs[0].finish_reason,
             "cached_tokens": output.num_cached_tokens or 0,
@@ -371,6 +402,7 @@ def main():
         temperature=0.0,
         max_tokens=job["max_tokens"],
         logprobs=5,
+        prompt_logprobs=job.get("prompt_logprobs"),
         ignore_eos=True,
         detokenize=False,
     )
@@ -379,11 +411,11 @@ def main():
     # The scheduler and runner of an engine in a process of its own are out of reach.
     is_near = hasattr(llm.llm_engine.engine_core, "engine_core")
     has_encoder = bool({"audio_seeds", "image_seeds"} & job.keys())
-    encoded = count_encoded(llm) if has_encoder and is_near else []
+    encoded = count_encoder_inputs(llm, job) if has_encoder and is_near else []
     loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates and is_near else {}
-    if (speculates or is_pipeline or "image_seeds" in job) and preemptions is not None:
+    if (speculates or is_pipeline or has_encoder) and preemptions is not None:
         check_each_step(llm)
     size = -(-len(prompts) // job.get("rounds", 1))
     outputs = []

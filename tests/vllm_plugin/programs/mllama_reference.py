@@ -48,7 +48,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens, states=None, num_tiles=()):
-        """Get the logits of the token after the last one."""
+        """Get the logits of the token after each one, [num_tokens, vocab_size]."""
         given = {"input_ids": torch.tensor([tokens])}
         if states is not None:
             mask = convert_sparse_cross_attention_mask_to_dense(
@@ -59,18 +59,30 @@ class Reference:
             )
             given |= {"cross_attention_states": states, "cross_attention_mask": torch.tensor(mask)}
             self.reads = torch.tensor(mask).flatten(2).any(2)[:, :, None]
-        return self.model(**given, use_cache=False).logits[0, -1]
+        return self.model(**given, use_cache=False).logits[0]
 
     def generate(self, prompt, seeds, max_tokens):
         """Choose the likeliest token again and again, each time from the whole sequence."""
         encoded = self.encode([image_of_seed(seed) for seed in seeds]) if seeds else ()
         tokens, logprobs = list(prompt), []
         for _ in range(max_tokens):
-            top = self.logits(tokens, *encoded).log_softmax(-1).topk(5)
+            scores = self.logits(tokens, *encoded).log_softmax(-1)
+            top = scores[-1].topk(5)
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
             logprobs.append({str(token): value for token, value in pairs})
             tokens.append(int(top.indices[0]))
-        return {"tokens": tokens[len(prompt) :], "logprobs": logprobs}
+        return {
+            "tokens": tokens[len(prompt) :],
+            "logprobs": logprobs,
+            "prompt_logprobs": self.scores_of(prompt[1:], scores),
+        }
+
+    def scores_of(self, tokens, scores):
+        """Look up the log-probability of each of the tokens. That of an image is never chosen."""
+        return [
+            float("-inf") if token == self.image_token else float(row[token])
+            for token, row in zip(tokens, scores, strict=False)
+        ]
 
 
 def main():
