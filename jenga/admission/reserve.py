@@ -50,7 +50,7 @@ class CacheReserve:
     __slots__ = (
         "_asked_tokens",
         "_large_pages",
-        "_most_left",
+        "_left_share",
         "_num_steps",
         "_reread_tokens",
         "_step_tokens",
@@ -66,7 +66,8 @@ class CacheReserve:
 
         Args:
             allocator: Page counts of the arena.
-            left_share: Largest share of the arena that is left, from 0 to below 1.
+            left_share: Largest share of the arena that is left, from 0 to below 1. Of a shared
+                arena it is a share of what the engine has at the time.
             step_tokens: Number of prompt tokens that take as long as the fixed cost of a step.
 
         Raises:
@@ -76,7 +77,7 @@ class CacheReserve:
         check_number("step_tokens", step_tokens)
         self._large_pages = allocator.large_pages
         self._step_tokens = step_tokens
-        self._most_left = left_share * allocator.large_pages.num_pages
+        self._left_share = left_share
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
 
     def count_step(self) -> None:
@@ -122,4 +123,6 @@ class CacheReserve:
         if hits is not None:
             num_cached -= sum(sharing.num_revived_large for sharing in hits if sharing is not None)
         reread_share = (self._reread_tokens + reread_tokens) / asked
-        return max(0, min(num_cached, int(self._most_left * reread_share * self.prompt_share**2)))
+        # Large pages that other engines have do not count. The null page does.
+        most_left = self._left_share * (self._large_pages.num_owned + 1)
+        return max(0, min(num_cached, int(most_left * reread_share * self.prompt_share**2)))

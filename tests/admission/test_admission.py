@@ -142,9 +142,11 @@ def test_nothing_is_left_for_conversations_which_no_other_request_reads():
 # In numbers
 
 
-def admission_of(num_cached, left_share, **options):
+def admission_of(num_cached, left_share, *, num_owned=99, **options):
     """Of an arena of a hundred large pages, so many of which hold cached content alone."""
-    pages = SimpleNamespace(num_pages=100, reclaimable=SimpleNamespace(num_queued=num_cached))
+    pages = SimpleNamespace(
+        num_pages=100, num_owned=num_owned, reclaimable=SimpleNamespace(num_queued=num_cached)
+    )
     return CacheReserve(SimpleNamespace(large_pages=pages), left_share, **options)
 
 
@@ -159,6 +161,14 @@ def test_reserve_is_what_is_cached_and_no_more_than_is_read_again(
     assert admission.large_pages_to_leave(None) == 0
     admission.count_admission(reread_tokens, 100)
     assert admission.large_pages_to_leave(None) == reserve
+
+
+def test_an_engine_that_has_a_part_of_a_shared_arena_leaves_a_share_of_that_part():
+    admission = admission_of(40, 0.5, num_owned=39)
+    admission.count_admission(1, 1)
+    assert admission.large_pages_to_leave(None) == 20
+    admission._large_pages.num_owned = 19
+    assert admission.large_pages_to_leave(None) == 10
 
 
 @pytest.mark.parametrize(("num_revived_large", "reserve"), [(4, 6), (10, 0), (14, 0)])
