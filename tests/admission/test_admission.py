@@ -139,6 +139,33 @@ def test_nothing_is_left_for_conversations_which_no_other_request_reads():
     assert refused["articles"] > 0
 
 
+def test_nothing_is_left_for_samples_of_a_prompt_that_is_in_use():
+    refused = {}
+    for kind in ("samples", "repeated"):
+        manager = manager_of(FULL, 1 + 14, left_share=0.9, step_tokens=0)
+        for number in range(4):
+            prefix = f"a{number}" if kind == "samples" else "a"
+            names = [f"{number} {sample}" for sample in range(3)]
+            for name in names:
+                manager.announce(name, hashes(81, name=prefix), num_tokens=81)
+            for _ in range(3):
+                manager.new_step()
+            for name in names:
+                compute(manager, name, 81, prefix=prefix, free=kind == "repeated")
+            if kind == "samples":
+                for name in names:
+                    manager.free(name)
+        compute(manager, "runs", 80, prefix="b", free=False)
+        try:
+            admit(manager, "new", 80, prefix="c")
+        except OutOfPagesError as error:
+            refused[kind] = error.reserved_large_pages
+        manager.check()
+
+    assert list(refused) == ["repeated"]
+    assert refused["repeated"] > 0
+
+
 # In numbers
 
 
