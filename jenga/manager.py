@@ -512,7 +512,7 @@ class Manager:
             if facts.images:
                 self._images.record_hit(request, hit)
             self._checkpoints.admit_request(request, hit)
-        self._gate.record_admission(request_id, hit)
+        self._gate.record_admission(request_id, hit, start)
         return tuple(taken)
 
     def _check_step(  # noqa: PLR0913  as `allocate`

@@ -129,14 +129,27 @@ class AdmissionGate:
         """
         return request_id == self._refused_alone
 
-    def record_admission(self, request_id: str, hit: PrefixHit | None) -> None:
+    def record_admission(
+        self, request_id: str, hit: PrefixHit | None, start: HitStart | None
+    ) -> None:
         """Record that a request was admitted."""
-        if hit is not None:
-            wait_queue = self.wait_queue
+        wait_queue = self.wait_queue
+        if hit is not None and start is not None and not self._is_sample(request_id, hit, start):
             if self._requests[request_id].checkpoints.points_past == Past.TURN:
                 # No other request reads the prefix that a conversation continues.
                 reread_tokens = wait_queue.reread_by(request_id)
             else:
                 reread_tokens = max(hit.branch_tokens, wait_queue.shared_tokens(request_id))
             self._reserve.count_admission(reread_tokens, hit.asked_tokens)
-        self.wait_queue.start_running(request_id)
+        wait_queue.start_running(request_id)
+
+    def _is_sample(self, request_id: str, hit: PrefixHit, start: HitStart) -> bool:
+        """Whether a running request has the same prompt.
+
+        Such a request reads what is in use. It does not show that cached content is read again.
+        """
+        shared = [sharing for sharing in start.sharing if sharing is not None and sharing.pages]
+        if not shared or any(sharing.num_revived for sharing in shared):
+            return False
+        known_tokens = max(hit.branch_tokens, self.wait_queue.shared_tokens(request_id))
+        return self.wait_queue.covers_prompt(known_tokens, hit.asked_tokens)

@@ -9,7 +9,8 @@ Memory kept from running requests costs throughput, so the reserve is limited in
 
 - It is scaled by the share of prompt tokens that other requests have in common, among recent
   requests and those of the queue. If prompts are not read again, nothing is left. A conversation
-  that continues does not count, because no other request reads its prefix.
+  that continues does not count, because no other request reads its prefix. Nor does a further
+  sample of a prompt, because it reads what a running request has.
 - It shrinks with the share of prompts in the engine's work. A step reads the weights even if it
   decodes for few requests. That takes as long as some hundred tokens of a prompt, or some thousand
   for a mixture of experts. If decoding takes most of the time, a running request is worth more than
@@ -50,7 +51,7 @@ class CacheReserve:
     __slots__ = (
         "_asked_tokens",
         "_large_pages",
-        "_most_left",
+        "_left_share",
         "_num_steps",
         "_reread_tokens",
         "_step_tokens",
@@ -66,7 +67,8 @@ class CacheReserve:
 
         Args:
             allocator: Page counts of the arena.
-            left_share: Largest share of the arena that is left, from 0 to below 1.
+            left_share: Largest share of the arena that is left, from 0 to below 1. Of a shared
+                arena it is a share of what the engine has at the time.
             step_tokens: Number of prompt tokens that take as long as the fixed cost of a step.
 
         Raises:
@@ -76,7 +78,7 @@ class CacheReserve:
         check_number("step_tokens", step_tokens)
         self._large_pages = allocator.large_pages
         self._step_tokens = step_tokens
-        self._most_left = left_share * allocator.large_pages.num_pages
+        self._left_share = left_share
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
 
     def count_step(self) -> None:
@@ -122,4 +124,6 @@ class CacheReserve:
         if hits is not None:
             num_cached -= sum(sharing.num_revived_large for sharing in hits if sharing is not None)
         reread_share = (self._reread_tokens + reread_tokens) / asked
-        return max(0, min(num_cached, int(self._most_left * reread_share * self.prompt_share**2)))
+        # Large pages that other engines have do not count. The null page does.
+        most_left = self._left_share * (self._large_pages.num_owned + 1)
+        return max(0, min(num_cached, int(most_left * reread_share * self.prompt_share**2)))

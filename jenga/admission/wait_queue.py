@@ -69,7 +69,7 @@ class WaitQueue:
 
     Attributes:
         reread_tokens: Sum of `WaitingRequest.reread_tokens` over all requests that were looked up
-            and wait.
+            and wait, without further samples of a prompt.
         asked_tokens: Number of tokens of these requests, without the last token of each.
     """
 
@@ -250,8 +250,9 @@ class WaitQueue:
         )
         waiter.reread_tokens = self._shared_tokens(waiter)
         waiter.branch_tokens = max(hit.num_tokens, waiter.reread_tokens)
-        self.reread_tokens += waiter.reread_tokens
-        self.asked_tokens += asked_tokens
+        if not self._is_sample(waiter):
+            self.reread_tokens += waiter.reread_tokens
+            self.asked_tokens += asked_tokens
         waiter.keys = self._keys(waiter, hit.num_tokens)
         for key in waiter.keys:
             if self._tree.await_point(key, waiter.position):
@@ -309,12 +310,21 @@ class WaitQueue:
                 high = middle - 1
         return low
 
+    def covers_prompt(self, shared_tokens: int, asked_tokens: int) -> bool:
+        """Whether a shared prefix is all of a prompt, up to the last prefix hash."""
+        return shared_tokens > asked_tokens - self._hash_tokens
+
+    def _is_sample(self, waiter: WaitingRequest) -> bool:
+        """Whether a running request, or one before it in the queue, has the same prompt."""
+        return self.covers_prompt(waiter.reread_tokens, waiter.num_tokens - 1)
+
     def _leave_queue(self, request_id: str, waiter: WaitingRequest) -> None:
         self._unknown.pop(request_id, None)
         if self._followed.pop(request_id, None) is None:
             return
-        self.reread_tokens -= waiter.reread_tokens
-        self.asked_tokens -= waiter.num_tokens - 1
+        if not self._is_sample(waiter):
+            self.reread_tokens -= waiter.reread_tokens
+            self.asked_tokens -= waiter.num_tokens - 1
         for key in waiter.keys:
             if self._tree.await_no_more(key, waiter.position):
                 del self._bytes[key]
@@ -329,7 +339,7 @@ class WaitQueue:
         if expected != self._tree.awaited:
             msg = f"{len(expected)} points are waited for, {len(self._tree.awaited)} are noted"
             raise InvariantError(msg)
-        followed = self._followed.values()
+        followed = [each for each in self._followed.values() if not self._is_sample(each)]
         reread_tokens = sum(waiter.reread_tokens for waiter in followed)
         asked_tokens = sum(waiter.num_tokens - 1 for waiter in followed)
         if (reread_tokens, asked_tokens) != (self.reread_tokens, self.asked_tokens):

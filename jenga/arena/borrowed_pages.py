@@ -208,8 +208,8 @@ class BorrowedPages:
         self._read_news()
         large_pages = self._large_pages
         self._least_empty = min(self._least_empty, large_pages.num_empty)
-        if self._called:
-            self._withdraw(self._called - self._num_leaving, self._older_than_s, self._step)
+        if self._obeys_call():
+            pass
         elif self._step % SURPLUS_STEPS == 0:
             self._withdraw(self._least_empty - 2 * self._batch_pages, -math.inf, self._step)
         elif large_pages.num_empty < self._batch_pages and self._lender.has_free:
@@ -224,6 +224,17 @@ class BorrowedPages:
         if self._step % SURPLUS_STEPS == 0:
             self._least_before, self._least_empty = self._least_empty, large_pages.num_empty
         self._tell()
+
+    def _obeys_call(self) -> bool:
+        """Take out large pages for a call. Return whether there is a call that was obeyed.
+
+        An engine that has nothing old enough to return may itself ask, as without a call.
+        """
+        if not self._called:
+            return False
+        num_before = self._num_leaving
+        self._withdraw(self._called - self._num_leaving, self._older_than_s, self._step)
+        return self._older_than_s == math.inf or self._num_leaving > num_before
 
     def rest(self) -> None:
         """Exchange large pages with the lender while no step is in flight or being scheduled."""
@@ -255,8 +266,9 @@ class BorrowedPages:
     def borrow_missing(self, num_pages: int) -> bool:
         """Record that large pages are missing for a request. Return whether some came at once.
 
-        Otherwise they are asked for. Others may evict checkpoints for them that were used before
-        the one that this engine would evict next, or any if there is none here.
+        Otherwise they are asked for, a batch at least, because the request will soon need more.
+        Others may evict checkpoints for them that were used before the one that this engine would
+        evict next, or any if there is none here.
         """
         self._least_empty = self._least_before = 0
         num_before = self._large_pages.num_available
@@ -264,7 +276,7 @@ class BorrowedPages:
         num_missing = num_pages - (self._large_pages.num_available - num_before)
         if num_missing > 0 and num_missing > self._num_needed:
             next_use_s = min(self._lender.now_s(), self._next_use_s())
-            self._ask(num_missing, next_use_s, is_needed=True)
+            self._ask(max(num_missing, self._batch_pages), next_use_s, is_needed=True)
         return self._large_pages.num_available > num_before
 
     def _ask(self, num_pages: int, older_than_s: float | None, *, is_needed: bool = False) -> None:

@@ -1,11 +1,12 @@
-"""Two served models on one GPU whose loads peak at different times: three ways to share memory.
+"""Two served models on one GPU whose loads peak at different times: four ways to share memory.
 
 python -m perf.experiments.shared_arena [--seed 1] [--save]
 
 Both models run on one H100 with 80 GB. Each has its own requests, whose rate rises and falls, and
 one is at its peak while the other is at its lowest. The memory that both models' weights leave is
 
-- divided once, half and half ("static"),
+- divided once, half and half, each half cut as is best for its model ("static"),
+- divided once, with the large pages that a shared arena has ("same pages"),
 - lent to either model in whole gigabytes ("gigabytes"),
 - or lent large page by large page ("pages"), as `jenga broker` does.
 
@@ -51,7 +52,7 @@ LARGE_PAGE_BYTES = 10 << 20
 """5 small pages of Llama's layers, or 10 or 2 of Gemma's, with no padding in either."""
 
 GIGABYTE = 1 << 30
-WAYS = ("static", "gigabytes", "pages")
+WAYS = ("static", "same pages", "gigabytes", "pages")
 ROWS = FOLDER / "shared_arena.jsonl"
 """Rows of the last full runs."""
 
@@ -141,12 +142,14 @@ def compare(way: str, num_requests: int, rate: float, seed: int) -> list[Outcome
         for index, name in enumerate(MODELS):
             model = served_model([known_model(name)], ReadOptions())
             lender: Lender | None = None
-            if way == "static":
-                given_bytes = total_bytes // 2
-                geometry = plan(model, arena_bytes=given_bytes)
-            else:
-                given_bytes = total_bytes
-                geometry = plan(model, arena_bytes=given_bytes, large_page_bytes=LARGE_PAGE_BYTES)
+            is_divided = way in {"static", "same pages"}
+            given_bytes = total_bytes // 2 if is_divided else total_bytes
+            geometry = plan(
+                model,
+                arena_bytes=given_bytes,
+                large_page_bytes=None if way == "static" else LARGE_PAGE_BYTES,
+            )
+            if not is_divided:
                 lender = direct.join(
                     name, guarantee_pages=4 * unit_pages, limit_pages=num_pages - 1
                 )

@@ -1,6 +1,7 @@
 """Tables of docs from the rows of `perf/experiments`: figures 19 and 20, and the shared arena."""
 
 from collections.abc import Mapping
+from statistics import fmean
 
 from jenga.sim.results.rows import RunRow, SummaryRow, read_rows
 from perf.experiments import figure_19, figure_20, shared_arena
@@ -12,7 +13,12 @@ Rates = Mapping[tuple[str, str, str], float]
 MANAGERS_OF_SYSTEMS = (("paged", ""), ("jenga", "manual"), ("jenga", ""), ("vllm", ""))
 """Manager and case of each of `figure_20.SYSTEMS`."""
 
-WAYS = {"static": "half each", "gigabytes": "whole gigabytes", "pages": "large pages"}
+WAYS = {
+    "static": "half each",
+    "same pages": "half each, 10 MiB",
+    "gigabytes": "whole gigabytes",
+    "pages": "large pages",
+}
 MODELS = {"gemma-3-12b": "Gemma 3 12B", "llama-3.1-8b": "Llama 3.1 8B"}
 
 
@@ -83,4 +89,24 @@ def sharing(seed: int) -> list[str]:
             f"{each.ttft_p99_s:.2f} s",
         )
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def sharing_by_seed() -> list[str]:
+    """Make the table of two models that share an arena, for the requests of each seed."""
+    found = shared_arena.read_outcomes()
+    seeds = sorted({each.seed for each in found})
+    hits = [*(f"hits, seed {seed}" for seed in seeds), "mean"]
+    lines = [f"| model | memory | {' | '.join(hits)} | TTFT mean, most | preempted |"]
+    lines.append(f"|---|---|{'--:|' * (len(hits) + 2)}")
+    for model in sorted(MODELS):
+        for way, name in WAYS.items():
+            some = [each for each in found if each.model == model and each.way == way]
+            rates = [each.hit_rate for each in some]
+            times = [each.ttft_mean_s for each in some]
+            cells = [MODELS[model], name]
+            cells += [f"{rate:.1%}".replace("%", " %") for rate in (*rates, fmean(rates))]
+            cells += [f"{fmean(times):.2f} s, {max(times):.2f} s"]
+            cells += [f"{sum(each.num_preemptions for each in some)}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -139,12 +139,41 @@ def test_nothing_is_left_for_conversations_which_no_other_request_reads():
     assert refused["articles"] > 0
 
 
+def test_nothing_is_left_for_samples_of_a_prompt_that_is_in_use():
+    refused = {}
+    for kind in ("samples", "repeated"):
+        manager = manager_of(FULL, 1 + 14, left_share=0.9, step_tokens=0)
+        for number in range(4):
+            prefix = f"a{number}" if kind == "samples" else "a"
+            names = [f"{number} {sample}" for sample in range(3)]
+            for name in names:
+                manager.announce(name, hashes(81, name=prefix), num_tokens=81)
+            for _ in range(3):
+                manager.new_step()
+            for name in names:
+                compute(manager, name, 81, prefix=prefix, free=kind == "repeated")
+            if kind == "samples":
+                for name in names:
+                    manager.free(name)
+        compute(manager, "runs", 80, prefix="b", free=False)
+        try:
+            admit(manager, "new", 80, prefix="c")
+        except OutOfPagesError as error:
+            refused[kind] = error.reserved_large_pages
+        manager.check()
+
+    assert list(refused) == ["repeated"]
+    assert refused["repeated"] > 0
+
+
 # In numbers
 
 
-def admission_of(num_cached, left_share, **options):
+def admission_of(num_cached, left_share, *, num_owned=99, **options):
     """Of an arena of a hundred large pages, so many of which hold cached content alone."""
-    pages = SimpleNamespace(num_pages=100, reclaimable=SimpleNamespace(num_queued=num_cached))
+    pages = SimpleNamespace(
+        num_pages=100, num_owned=num_owned, reclaimable=SimpleNamespace(num_queued=num_cached)
+    )
     return CacheReserve(SimpleNamespace(large_pages=pages), left_share, **options)
 
 
@@ -159,6 +188,14 @@ def test_reserve_is_what_is_cached_and_no_more_than_is_read_again(
     assert admission.large_pages_to_leave(None) == 0
     admission.count_admission(reread_tokens, 100)
     assert admission.large_pages_to_leave(None) == reserve
+
+
+def test_an_engine_that_has_a_part_of_a_shared_arena_leaves_a_share_of_that_part():
+    admission = admission_of(40, 0.5, num_owned=39)
+    admission.count_admission(1, 1)
+    assert admission.large_pages_to_leave(None) == 20
+    admission._large_pages.num_owned = 19
+    assert admission.large_pages_to_leave(None) == 10
 
 
 @pytest.mark.parametrize(("num_revived_large", "reserve"), [(4, 6), (10, 0), (14, 0)])

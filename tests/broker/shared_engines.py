@@ -4,7 +4,7 @@ import random
 
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
-from tests.machines.engine_model import EngineModel, Run
+from tests.machines.engine_model import EngineModel, Run, last_end
 
 HASH_TOKENS = 4
 
@@ -98,8 +98,9 @@ class FakeEngine:
         return True
 
     def _grow(self, run):
-        end = run.prompt if run.processed < run.prompt else len(run.tokens)
-        num_tokens = min(end, run.processed + self.random.choice([1, 1, 4, 8]))
+        num_tokens = min(
+            last_end(self.model.tables, run), run.processed + self.random.choice([1, 1, 4, 8])
+        )
         if num_tokens == run.processed:
             return False
         try:
