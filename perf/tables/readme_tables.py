@@ -110,6 +110,7 @@ ARRIVING = {
     "articles": "questions on articles",
     "rag": "chunks in any order",
     "mixed": "chats beside documents",
+    "shift": "new texts half way",
 }
 """Workload of arrivals over time -> its description in README."""
 
