@@ -121,6 +121,7 @@ def test_the_dense_model_without_budgets_is_the_model(llama, run_engine):
     assert_same_generation(full, dense_answers(llama, none, full))
 
 
+@pytest.mark.slow
 def test_an_engine_chooses_again_what_a_dense_model_chooses(llama, run_engine):
     ours = run_engine(
         llama,

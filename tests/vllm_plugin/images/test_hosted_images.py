@@ -66,15 +66,8 @@ def check_encoded(name, ours):
     assert sum(ours["encoded"]) == sum(expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llava_onevision",
-        pytest.param("internvl_chat", marks=pytest.mark.slow),
-        pytest.param("phi3_v", marks=pytest.mark.slow),
-        pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl_chat", "phi3_v", "qwen2_5_vl"])
 def test_embeddings_live_in_kv_pages_and_are_encoded_once_for_a_request(
     tiny_vision_model, run_engine, name
 ):
