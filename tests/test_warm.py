@@ -176,6 +176,7 @@ print(model.module_name in sys.modules)
 
 
 def test_a_class_is_inspected_without_being_imported_by_the_program(environment, tmp_path):
+    pytest.importorskip("vllm", reason="the engine is not installed")
     code = INSPECT.format("OPTForCausalLM", "", "")
     cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
 
@@ -188,10 +189,11 @@ def test_a_class_is_inspected_without_being_imported_by_the_program(environment,
 
 
 def test_what_fails_as_a_class_is_inspected_is_told(environment, tmp_path):
+    pytest.importorskip("vllm", reason="the engine is not installed")
     code = INSPECT.format("OPTForCausalLM", "missing", "missing")
 
     ended = warm.run(["-c", code], environment, folder=tmp_path)
 
     assert ended.returncode == 1
-    assert "Error raised in subprocess:\nTraceback" in ended.stderr
+    assert "Error raised in subprocess" in ended.stderr
     assert "No module named 'missing'" in ended.stderr
