@@ -1,6 +1,6 @@
 """Have Triton's interpreter multiply matrices by `interpreter_product`, once it is imported.
 
-It also leaves out work whose result it throws away; see `_leave_out_unused_work`.
+The interpreter also leaves out work whose result it throws away; see `_leave_out_unused_work`.
 
 Importing this module is all that it takes. It imports nothing heavy: most processes interpret no
 kernel.
@@ -43,7 +43,7 @@ def _numpy_with_product():
 
 
 def _leave_out_unused_work(interpreter):
-    """Leave out two thirds of the interpreter's time. Nothing that a kernel computes changes."""
+    """Leave out some four tenths of the tests' time. Nothing that a kernel computes changes."""
     from functools import cache
 
     builder, language = interpreter.interpreter_builder, interpreter.tl
