@@ -162,3 +162,38 @@ def test_the_process_ends_with_the_tests():
     )
 
     assert not is_running(int(tests.stdout))
+
+
+INSPECT = """
+import sys
+from vllm.model_executor.models import registry
+model = registry.ModelRegistry.models["{}"]
+if "{}":
+    model = registry._LazyRegisteredModel(module_name="{}", class_name="Missing")
+print(model.inspect_model_cls().is_text_generation_model)
+print(model.module_name in sys.modules)
+"""
+
+
+def test_a_class_is_inspected_without_being_imported_by_the_program(environment, tmp_path):
+    pytest.importorskip("vllm", reason="the engine is not installed")
+    code = INSPECT.format("OPTForCausalLM", "", "")
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+
+    ended = warm.run(["-c", code], environment | cache, folder=tmp_path)
+
+    assert ended.stdout == "True\nFalse\n", ended.stderr
+    assert [each.name for each in (tmp_path / "cache" / "modelinfos").iterdir()] == [
+        "vllm-model_executor-models-opt-OPTForCausalLM.json"
+    ]
+
+
+def test_what_fails_as_a_class_is_inspected_is_told(environment, tmp_path):
+    pytest.importorskip("vllm", reason="the engine is not installed")
+    code = INSPECT.format("OPTForCausalLM", "missing", "missing")
+
+    ended = warm.run(["-c", code], environment, folder=tmp_path)
+
+    assert ended.returncode == 1
+    assert "Error raised in subprocess" in ended.stderr
+    assert "No module named 'missing'" in ended.stderr

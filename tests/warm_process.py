@@ -8,10 +8,14 @@ variables. Usage: warm_process.py SOCKET, a descriptor of a Unix socket.
 import gc
 import json
 import os
+import pickle
 import runpy
 import socket
 import sys
+import traceback
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +38,11 @@ FRESH = ("vllm", "jenga", "jenga_kernels", "perf", "tests")
 """Packages that each program imports for itself."""
 
 MAX_MESSAGE_BYTES = 1 << 20
+
+REGISTRY = "vllm.model_executor.models.registry"
+"""The module that inspects a model's class in a process of its own, which imports all of vLLM."""
+
+HAS_GPU = Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists()
 
 
 def wait_for_program(asked):
@@ -63,6 +72,54 @@ def wait_for_program(asked):
         asked.send(b"%d" % process_id)
         _, status = os.waitpid(process_id, 0)
         asked.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def call_in_fork(function):
+    """Call a function in a fork of this process, and get its result.
+
+    Raises:
+        RuntimeError: The function failed; the text has its traceback.
+    """
+    reading, writing = os.pipe()
+    process_id = os.fork()
+    if process_id == 0:
+        try:
+            answer = True, function()
+        except BaseException:
+            answer = False, traceback.format_exc()
+        os.close(reading)
+        with os.fdopen(writing, "wb") as file:
+            pickle.dump(answer, file)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        answer = file.read()
+    os.waitpid(process_id, 0)
+    is_result, result = pickle.loads(answer)
+    if not is_result:
+        message = f"Error raised in subprocess:\n{result}"
+        raise RuntimeError(message)
+    return result
+
+
+class InspectInFork(MetaPathFinder):
+    """Has vLLM inspect a class in a fork, which has vLLM imported, when its registry is loaded.
+
+    It does so once for each class on a new machine, and keeps what it finds in its cache.
+    """
+
+    def find_spec(self, fullname, path, target=None):  # noqa: ARG002
+        if fullname != REGISTRY:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            module._run_in_subprocess = call_in_fork
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def run_program(arguments):
@@ -105,6 +162,8 @@ def main():
     gc.freeze()
     program = wait_for_program(asked)
     if program is not None:
+        if not HAS_GPU:  # a fork cannot use one that its parent has used
+            sys.meta_path.insert(0, InspectInFork())
         os.environ.update(program["variables"])
         os.chdir(program["folder"])
         run_program(program["arguments"])

@@ -1,4 +1,7 @@
-"""The matrix product that the tests give Triton's interpreter: the same bits on every processor."""
+"""What the tests change in Triton's interpreter.
+
+Its matrix product has the same bits on every processor. What it throws away is not computed.
+"""
 
 import math
 import subprocess
@@ -194,3 +197,56 @@ def test_engines_interpret_with_the_same_product():
             check=True,
         )
         assert done.stdout.split() == ["interpreter_product"]
+
+
+@triton.jit
+def doubled(x):
+    """Get twice a tensor, by a sum."""
+    return x + x
+
+
+@triton.jit
+def sums_kernel(
+    out_ptr,  # [N]
+    x_ptr,  # [N]
+    N: tl.constexpr,
+):
+    """The program doubles each element twice, in functions that it calls, and adds 1."""
+    places = tl.arange(0, N)
+    x = tl.load(x_ptr + places)
+    tl.store(out_ptr + places, doubled(doubled(x)) + tl.full([N], 1, x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_sums_of_integers_wrap_around_in_every_function_of_a_kernel(dtype):
+    limits = torch.iinfo(dtype)
+    x = torch.tensor([limits.min, limits.max, -3, limits.max // 4 + 1], dtype=dtype)
+    out = torch.empty_like(x)
+
+    for _ in range(2):  # the second finds the language as the first has left it
+        sums_kernel[(1,)](out, x, N=4)
+
+    assert out.tolist() == [1, -3, -11, limits.min + 1]
+    with pytest.raises(ValueError, match="outside of JIT functions"):
+        tl.arange(0, 4)
+
+
+def test_no_assertion_is_computed_that_is_for_debugging():
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    assert (options.debug, options.sanitize_overflow) == (False, False)
+    assert options == interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+def test_types_of_tensors_are_those_of_numpy():
+    from triton.runtime import interpreter
+
+    for tt_dtype, dtype in (
+        (tl.bfloat16, np.uint16),  # as it is stored
+        (tl.int1, np.bool_),
+        (tl.block_type(tl.int8, [4]), np.int8),
+        (tl.pointer_type(tl.float32), np.uint64),
+        (tl.block_type(tl.pointer_type(tl.float32), [4]), np.uint64),
+    ):
+        assert interpreter._get_np_dtype(tt_dtype) == dtype

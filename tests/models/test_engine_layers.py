@@ -12,6 +12,7 @@ from jenga.models.reader import read_config
 from jenga.spec import FullAttention, ImageEmbedding, State
 from tests import warm
 from tests.models.engine_configs import IN_SECTIONS, NO_CLASS, NOT_BUILT, PUBLISHED, all_configs
+from tests.once import made_once
 from tests.vllm_plugin.conftest import engine_environment
 
 pytest.importorskip("vllm", reason="the engine is not installed")
@@ -71,22 +72,25 @@ def compared(name, way):
 @pytest.fixture(scope="module")
 def declared(request, tmp_path_factory):
     """What vLLM's classes say of the configurations and ways that are asked for, in one process."""
-    folder = tmp_path_factory.mktemp("configs")
     tests = [each for each in request.session.items if each.path == request.path]
     asked = [each.callspec.params for each in tests if hasattr(each, "callspec")]
     wanted = {(each.get("name"), each.get("way", "alone")) for each in asked}
-    folders = []
-    for name, way in [each for each in ASKED if each in wanted]:
-        one = folder / way / name
-        one.mkdir(parents=True)
-        (one / "config.json").write_text(json.dumps(CONFIGS[name]))
-        (one / "read_options.json").write_text(json.dumps(options_fields(WAYS[way])))
-        folders.append(one)
-    declaring = warm.run(
-        ["-m", "jenga.vllm_plugin.without_engine.declared_layers", *folders],
-        engine_environment(reads_images=True, VLLM_USE_V2_MODEL_RUNNER="1"),
-    )
-    assert declaring.returncode == 0, declaring.stderr[-4000:]
+
+    def make(folder):
+        folders = []
+        for name, way in [each for each in ASKED if each in wanted]:
+            one = folder / way / name
+            one.mkdir(parents=True)
+            (one / "config.json").write_text(json.dumps(CONFIGS[name]))
+            (one / "read_options.json").write_text(json.dumps(options_fields(WAYS[way])))
+            folders.append(one)
+        declaring = warm.run(
+            ["-m", "jenga.vllm_plugin.without_engine.declared_layers", *folders],
+            engine_environment(reads_images=True, VLLM_USE_V2_MODEL_RUNNER="1"),
+        )
+        assert declaring.returncode == 0, declaring.stderr[-4000:]
+
+    folder = made_once("declared-layers", make, tmp_path_factory)
     return lambda way, name: json.loads((folder / way / name / "declared_layers.json").read_text())
 
 

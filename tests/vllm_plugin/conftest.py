@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from tests import warm
 from tests.conftest import EMULATED_GPU, ENVIRONMENT, HAS_GPU
+from tests.once import made_once
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
@@ -146,32 +148,31 @@ def gemma_3_directory():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Get the directory of a tiny model by name, made once a session."""
+    """Get the directory of a tiny model by name, made once a run."""
     from tests.vllm_plugin.tiny import tiny_checkpoints
 
-    directory = tmp_path_factory.mktemp("models")
-
     def get(name):
-        path = directory / name
-        return path if path.exists() else tiny_checkpoints.save(name, directory)
+        def make(folder):
+            tiny_checkpoints.save(name, folder)
+
+        return made_once(f"model-{name}", make, tmp_path_factory) / name
 
     return get
 
 
 @pytest.fixture(scope="session")
 def tiny_vision_model(tmp_path_factory):
-    """Get the directory of a tiny model that reads images by name, made once a session."""
-    directory = tmp_path_factory.mktemp("models")
+    """Get the directory of a tiny model that reads images by name, made once a run."""
 
     def get(name):
-        path = directory / name
-        if not path.exists():
+        def make(folder):
             made = warm.run(
-                [HERE / "tiny" / "tiny_vision_models.py", name, path],
+                [HERE / "tiny" / "tiny_vision_models.py", name, folder / name],
                 engine_environment(reads_images=True),
             )
             assert made.returncode == 0, made.stderr[-4000:]
-        return path
+
+        return made_once(f"vision-model-{name}", make, tmp_path_factory) / name
 
     return get
 
@@ -209,8 +210,8 @@ def stock_backend(model):
 def run_engine(tmp_path_factory):
     """Run a real engine in a process of its own and get its result, or its error output.
 
-    Equal jobs run once a session. Where it `reads_images` its process finds torchvision. A CPU
-    interprets kernels, but for those of jobs `by_references`; see `engine_environment`.
+    Equal jobs run once in all workers. Where it `reads_images` its process finds torchvision. A
+    CPU interprets kernels, but for those of jobs `by_references`; see `engine_environment`.
     """
     results = {}
 
@@ -225,16 +226,22 @@ def run_engine(tmp_path_factory):
         job |= {"options": options, "prompts": prompts, "max_tokens": max_tokens}
         interprets = variables.get("TRITON_INTERPRET")
         key = json.dumps([job, environment, interprets, script], sort_keys=True)
-        if key not in results:
-            folder = tmp_path_factory.mktemp("job")
+
+        def make(folder):
             (folder / "job.json").write_text(json.dumps(job))
             is_done, log = run_with_children(
                 [PROGRAMS / script, folder / "job.json", folder / "result.json"], variables
             )
             if is_done:
-                results[key] = json.loads((folder / "result.json").read_text()) | {"log": log}
+                told = json.loads((folder / "result.json").read_text()) | {"log": log}
             else:
-                results[key] = {"error": log}
+                told = {"error": log}
+            (folder / "told.json").write_text(json.dumps(told))
+
+        if key not in results:
+            name = f"job-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+            made = made_once(name, make, tmp_path_factory)
+            results[key] = json.loads((made / "told.json").read_text())
         return results[key]
 
     return run

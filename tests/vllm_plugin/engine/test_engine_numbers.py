@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import transformers
 
+from tests.once import made_once
 from tests.vllm_plugin.conftest import PROGRAMS, engine_environment, run_with_children
 
 pytestmark = pytest.mark.vllm
@@ -171,22 +172,25 @@ def jobs_of(model, recurrent_model, option_names):
 @pytest.fixture(scope="module")
 def told(request, tiny_model, tmp_path_factory):
     """Get what the engine of each job told, by name and backend."""
-    folder = tmp_path_factory.mktemp("dry")
-    recurrent = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "head_dim": 32}
-    transformers.Mamba2Config(
-        **recurrent, num_hidden_layers=2, architectures=["Mamba2ForCausalLM"]
-    ).save_pretrained(folder / "mamba2")
     tests = [each for each in request.session.items if each.path == request.path]
     asked = {each.callspec.params.get("name") for each in tests if hasattr(each, "callspec")}
     names = [name for name in OPTIONS if name in asked | {"defaults"}]
-    jobs = jobs_of(tiny_model("llama"), folder / "mamba2", names)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    is_done, log = run_with_children(
-        [PROGRAMS / "dry_process.py", folder / "jobs.json", folder / "results.json"],
-        engine_environment(),
-    )
-    assert is_done, log[-4000:]
-    results = json.loads((folder / "results.json").read_text())
+
+    def make(folder):
+        recurrent = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "head_dim": 32}
+        transformers.Mamba2Config(
+            **recurrent, num_hidden_layers=2, architectures=["Mamba2ForCausalLM"]
+        ).save_pretrained(folder / "mamba2")
+        jobs = jobs_of(tiny_model("llama"), folder / "mamba2", names)
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        is_done, log = run_with_children(
+            [PROGRAMS / "dry_process.py", folder / "jobs.json", folder / "results.json"],
+            engine_environment(),
+        )
+        assert is_done, log[-4000:]
+
+    made = made_once("engine-numbers", make, tmp_path_factory)
+    results = json.loads((made / "results.json").read_text())
 
     def get(name):
         ours, stock = (results[f"{name} {backend}"] for backend in BACKENDS)
