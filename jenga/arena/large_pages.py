@@ -179,6 +179,16 @@ class LargePages:
         """
         return (rank >= PINNED_RANK or rank < 0) and self.evictor is not None and self.evictor()
 
+    def is_pinned_next(self, rank: int) -> bool:
+        """Whether a checkpoint has to go before any page can be had.
+
+        It is false if there is a source that may have a large page.
+
+        Args:
+            rank: Lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
+        """
+        return not self.num_empty and self.source is None and rank >= PINNED_RANK
+
     def _evict_oldest(self, taker: int) -> None:
         """Empty the reclaimable large page of the lowest rank. There must be one."""
         large = self.reclaimable.peek()

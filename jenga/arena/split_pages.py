@@ -206,6 +206,18 @@ class SplitPages(SplitBooks):
         else:
             large_pages.make_empty(1, self.index)
 
+    @property
+    def costs_checkpoint(self) -> bool:
+        """Whether taking another small page would evict a checkpoint."""
+        empty, evictable = self._empty, self._evictable
+        if evictable.loose or any(
+            bins.fullest() != NULL_LARGE_PAGE for bins in (empty.free, empty.idle, empty.claimed)
+        ):
+            return False
+        ranks = evictable.in_use.peek_rank(), self._large_pages.reclaimable.peek_rank()
+        lowest = min((rank for rank in ranks if rank != NOT_QUEUED), default=NOT_QUEUED)
+        return self._large_pages.is_pinned_next(lowest)
+
     def _take_loose(self, num_used: int, pages: list[SmallPageId]) -> bool:
         """Take a loose page of a large page with more than `num_used` used small pages."""
         large = self._evictable.find_loose(self._used)

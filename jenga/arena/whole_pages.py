@@ -75,6 +75,11 @@ class WholePages:
         """Number of large pages held."""
         return self.num_used + self.num_evictable
 
+    @property
+    def costs_checkpoint(self) -> bool:
+        """Whether taking another small page would evict a checkpoint."""
+        return self._large_pages.is_pinned_next(self._queue.peek_rank())
+
     def rank(self, page: SmallPageId) -> int:
         """Return the rank of an evictable page."""
         return self._queue.rank(page)

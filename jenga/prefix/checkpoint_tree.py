@@ -405,19 +405,57 @@ class CheckpointTree:
         node = self.node_at(prefix_hashes, num_tokens)
         if node is not None and node.is_kept:
             return False
-        node_before = node_before.still_there
-        before = node_before if node_before.is_kept else node_before.kept_before
         key = prefix_hashes[num_tokens // self._hash_tokens - 1]
+        guess = self._guess(node_before, key, num_tokens, kind, past)
         token_bytes, point_bytes = self.bytes_of_points()
-        guess = Checkpoint(key, num_tokens, num_tokens, None)
-        guess.point = Point(key, num_tokens, kind, past, time)
-        guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
-        new_tokens = max(0, num_tokens - node_before.num_tokens)
+        new_tokens = max(0, num_tokens - node_before.still_there.num_tokens)
         guess.own_bytes = point_bytes + int(token_bytes * new_tokens)
         if self._policy.worth(guess, time) >= self._price:
             return False
         self.points.record_point(key, num_tokens, kind, past)
         return True
+
+    def _guess(
+        self, node_before: Checkpoint, key: bytes, num_tokens: int, kind: Kind, past: Past
+    ) -> Checkpoint:
+        """Return what would be kept at a point, for the policy to compare. It has no bytes yet."""
+        before = node_before.still_there
+        if not before.is_kept:
+            before = before.kept_before
+        guess = Checkpoint(key, num_tokens, num_tokens, None)
+        guess.point = Point(key, num_tokens, kind, past, self.points.time)
+        guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
+        return guess
+
+    def skips_states(
+        self, node_before: Checkpoint, key: bytes, num_tokens: int, kind: Kind, past: Past
+    ) -> Point | None:
+        """Remember a point without its states, if they are worth less than what they would evict.
+
+        Call this if a copy of the states would evict a checkpoint.
+
+        Args:
+            node_before: A node before the point on the same text.
+            key: Hash of the tokens up to the point.
+            num_tokens: Place of the point.
+            kind: Kind of the point.
+            past: Past of the points that the request leaves.
+
+        Returns:
+            The point. None if its states should be kept: a waiting request will read them, or they
+            are worth more than what is evicted next.
+        """
+        if key in self.awaited or not self._policy.weighs_guesses:
+            return None
+        guess, time = self._guess(node_before, key, num_tokens, kind, past), self.points.time
+        # Its keys and values are cached in any case, as long as the request runs.
+        guess.own_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
+        victim = self._draw()
+        if victim is not None and self._policy.worth(guess, time) >= self._policy.worth(
+            victim, time
+        ):
+            return None
+        return self.points.record_point(key, num_tokens, kind, past)
 
     def _drop_guess(self, node: Checkpoint) -> None:
         """Drop a guessed point before the end of a prompt, now that the real branch is known."""

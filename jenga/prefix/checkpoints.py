@@ -231,7 +231,7 @@ class Checkpoints:
         if self._tree.has_states(key):
             request.checkpoints.pending.setdefault(num_tokens, [])
         elif num_tokens not in request.checkpoints.pending:
-            pages = self._state_pages(request, num_tokens)
+            pages = self._state_pages(request, key, num_tokens)
             if pages is None:
                 return False
             for index, page in pages:
@@ -250,10 +250,11 @@ class Checkpoints:
             self._tree.prune(answer)
         return True
 
-    def _state_pages(self, request: Request, num_tokens: int) -> list[StatePage] | None:
+    def _state_pages(self, request: Request, key: bytes, num_tokens: int) -> list[StatePage] | None:
         """Get pages for states, each with one user.
 
-        They are those of the answer's last checkpoint, or new ones. None if neither can be had.
+        They are those of the answer's last checkpoint, or new ones. None if neither can be had, or
+        new ones would cost a checkpoint that is worth more.
         """
         answer = request.checkpoints.answer
         if num_tokens > request.facts.prompt_tokens and answer is not None:
@@ -261,6 +262,8 @@ class Checkpoints:
             if pages:
                 self.num_replaced += 1
                 return pages
+        if self._skips_states(request, key, num_tokens):
+            return None
         if self._tree.log is not None:
             self._tree.log.for_request = request.name
         needs = [0] * len(self._allocator.tables)
@@ -274,6 +277,33 @@ class Checkpoints:
         if taken is None:
             return None
         return [StatePage(table.index, taken[table.index][0]) for table in self.states]
+
+    def _skips_states(self, request: Request, key: bytes, num_tokens: int) -> bool:
+        """Whether states would cost a checkpoint that is worth more. Remember their point then.
+
+        With host memory nothing is skipped, because evicted content is not lost.
+        """
+        is_answer = num_tokens > request.facts.prompt_tokens
+        skipped = request.checkpoints.skipped_answer
+        if is_answer and skipped is not None:
+            request.checkpoints.skipped_answer = None
+            if skipped.past != Past.READ:
+                self._tree.points.forget(skipped)
+        before = request.checkpoints.last_checkpoint
+        if (
+            before is None
+            or self._host is not None
+            or not any(table.pages.costs_checkpoint for table in self.states)
+        ):
+            return False
+        kind = request.checkpoints.plan.get(num_tokens)
+        if kind is None:
+            kind = Kind.ANSWER_END if is_answer else Kind.BRANCH
+        past = request.checkpoints.points_past
+        point = self._tree.skips_states(before, key, num_tokens, kind, past)
+        if is_answer:
+            request.checkpoints.skipped_answer = point
+        return point is not None
 
     def may_pass_more(self, request: Request) -> bool:
         """Whether a request may still leave checkpoints, in a model without states."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jenga.arena.small_pages import Sharing
 from jenga.eviction.checkpoint import Checkpoint
-from jenga.eviction.points import Kind, Past
+from jenga.eviction.points import Kind, Past, Point
 from jenga.page_ids import HostPageId, OwnerId, SmallPageId
 from jenga.policies import RequestFacts
 
@@ -188,9 +188,19 @@ class RequestCheckpoints:
             made.
         pending: Number of tokens -> states kept there for a checkpoint that is not made yet.
         answer: Checkpoint that it left last in its generated tokens.
+        skipped_answer: Point that it passed last in its generated tokens, if the states there were
+            not worth their memory.
     """
 
-    __slots__ = ("answer", "last_checkpoint", "num_passed", "pending", "plan", "points_past")
+    __slots__ = (
+        "answer",
+        "last_checkpoint",
+        "num_passed",
+        "pending",
+        "plan",
+        "points_past",
+        "skipped_answer",
+    )
 
     def __init__(self) -> None:
         self.last_checkpoint: Checkpoint | None = None
@@ -199,6 +209,7 @@ class RequestCheckpoints:
         self.num_passed = 0
         self.pending: dict[int, list[StatePage]] = {}
         self.answer: Checkpoint | None = None
+        self.skipped_answer: Point | None = None
 
 
 class Request:

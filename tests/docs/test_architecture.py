@@ -239,7 +239,11 @@ FIELD_OWNERS = {
         TABLES,
     ),
     "RequestCheckpoints": dict.fromkeys(
-        ("answer", "last_checkpoint", "num_passed", "pending", "plan", "points_past"), PREFIX
+        (
+            *("answer", "last_checkpoint", "num_passed", "pending", "plan", "points_past"),
+            "skipped_answer",
+        ),
+        PREFIX,
     ),
 }
 

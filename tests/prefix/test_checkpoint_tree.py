@@ -871,9 +871,16 @@ class Random:
             self.arena.tree.evict(self.random.choice(kept))
 
     def take_room(self):
-        table = self.random.choice(self.arena.tables)
-        pages = self.arena.take(table.index, self.random.randint(1, 12))
+        table, tree = self.random.choice(self.arena.tables), self.arena.tree
+        num_pages = self.random.choice([1, 1, self.random.randint(2, 12)])
+        costs_checkpoint, before = (
+            table.pages.costs_checkpoint,
+            (tree.num_evicted, tree.num_lost_bytes),
+        )
+        pages = self.arena.take(table.index, num_pages)
         self.arena.check()
+        if num_pages == 1 and pages is not None:
+            assert costs_checkpoint == ((tree.num_evicted, tree.num_lost_bytes) != before)
         if pages is not None:
             table.pages.release(pages)
 
@@ -912,6 +919,53 @@ class Random:
         actions += [self.wait, self.wait_no_more, self.protect, self.take_answer, self.look_ahead]
         self.random.choice([*actions, self.image])()
         self.arena.check()
+
+
+def skips(arena, text, num_tokens, *, hit_tokens=0, kind=Kind.ANSWER_END):
+    stand = arena.tree.last_node(hashes(text), FACTS, hit_tokens)
+    key = text[:num_tokens].encode()
+    point = arena.tree.skips_states(stand, key, num_tokens, kind, Past.NEW_TEXT)
+    arena.check()
+    assert point is None or arena.tree.points.get(key) is point
+    return point is not None
+
+
+def test_states_worth_less_than_what_goes_next_are_skipped_and_their_point_is_known(monkeypatch):
+    arena = by_saved_tokens(monkeypatch, STATES)
+    arena.written(TEXT[:32], 32)
+
+    assert not skips(arena, TEXT[::-1], 32)
+    assert skips(arena, TEXT[::-1], 16)
+    assert arena.tree.points.get(TEXT[::-1][:16].encode()).kind == Kind.ANSWER_END
+    # Of a text that is kept up to 32 tokens, another state saves what comes after these.
+    assert skips(arena, TEXT, 48, hit_tokens=32)
+    assert not skips(arena, TEXT, 48)
+    assert arena.is_kept(TEXT, 32)
+
+
+def test_states_are_not_skipped_if_a_request_waits_for_them_or_the_policy_cannot_weigh(
+    monkeypatch,
+):
+    arena = by_saved_tokens(monkeypatch, STATES)
+    arena.written(TEXT[:32], 32)
+    key = TEXT[::-1][:16].encode()
+    arena.tree.await_point(key, 3)
+
+    assert not skips(arena, TEXT[::-1], 16)
+    arena.tree.await_no_more(key, 3)
+    assert skips(arena, TEXT[::-1], 16)
+
+    arena = Arena(STATES, policy="lru")
+    arena.written(TEXT[:32], 32)
+    assert not skips(arena, TEXT[::-1], 16)
+
+
+def test_states_are_skipped_if_only_what_others_wait_for_could_make_room(monkeypatch):
+    arena = by_saved_tokens(monkeypatch, STATES)
+    arena.written(TEXT[:32], 32)
+    arena.tree.await_point(TEXT[:32].encode(), 3)
+
+    assert skips(arena, TEXT[::-1], 48)
 
 
 @pytest.mark.parametrize("ahead_tokens", [0, 1, 9])

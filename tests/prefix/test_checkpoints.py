@@ -5,6 +5,7 @@ import pytest
 from jenga.admission.wait_queue import WAITED_STEPS
 from jenga.errors import OutOfPagesError
 from jenga.eviction.points import Kind, Past
+from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
 from jenga.prefix.checkpoint_tree import QUESTION_TOKENS
@@ -428,6 +429,39 @@ def test_an_answer_s_states_are_written_in_one_place_however_long_it_is():
     }
     manager.free("a")
     assert manager.lookup(keys, max_tokens=799).num_tokens == 768
+    manager.check()
+
+
+class BySavedTokens(LeastRecentlyUsed):
+    weighs_guesses = True
+
+    def worth(self, candidate, _time):
+        return candidate.saved_tokens
+
+
+def test_an_answer_s_states_do_not_cost_a_checkpoint_that_is_worth_more():
+    cut = geometry("wide", full(tokens=16, slot_bytes=16, per_large=8), state(slot_bytes=2048))
+    manager = manager_of(cut, 7, eviction_policy=BySavedTokens())
+    article, keys = hashes(320, name="x"), hashes(800)
+    ask(manager, 320, keys=article)
+    assert kept(manager, article) == {304: Kind.PROMPT_END}
+    come(manager, "a", 100, keys=keys, prompt_tokens=100)
+    tree, skipped = manager.prefix_cache.tree, []
+    for end in range(101, 200):
+        manager.new_step()
+        manager.allocate("a", num_tokens=end, num_processed_tokens=end - 1)
+        manager.commit("a", keys, end - 1)
+        if (end - 1) % ANSWER_TOKENS == 0:
+            assert not manager.keep_state("a", keys[(end - 1) // 16 - 1], end - 1)
+            skipped.append(end - 1)
+            # Where the answer really ended, a request may still show that it was worth it.
+            known = [n for n in range(112, 200, 16) if tree.points.get(keys[n // 16 - 1])]
+            assert known == skipped[-1:]
+        manager.check()
+
+    assert skipped == [128, 192]
+    assert kept(manager, article) == {304: Kind.PROMPT_END}
+    manager.free("a")
     manager.check()
 
 

@@ -40,5 +40,5 @@ def test_what_nobody_reads_takes_little_from_those_who_wait(seed):
             memory = arena.memory(run.scheduler.running)
             shares.append((memory.used_bytes + memory.useless_bytes) / ARENA_BYTES)
 
-    assert sum(shares) / len(shares) > 0.9
+    assert sum(shares) / len(shares) > 0.88
     arena.manager.check()
