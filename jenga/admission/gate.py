@@ -93,11 +93,14 @@ class AdmissionGate:
     def reserved_large_pages(self, start: HitStart | None, step: int) -> int:
         """Return the number of large pages that this admission must leave free.
 
-        It is 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
+        It is 0 for a request that takes little beside what it finds, because waiting would save
+        nothing. It is also 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
         steps, as a session between two turns, counts as not running. It will not free anything by
         itself.
         """
         if all(request.last_step < step - IDLE_STEPS for request in self._requests.values()):
+            return 0
+        if start is not None and self._checkpoints.takes_little(start.hit):
             return 0
         wait_queue = self.wait_queue
         return self._reserve.large_pages_to_leave(

@@ -38,6 +38,14 @@ from jenga.tables.request import StatePage
 IMAGE = "image"
 """First element of the names of images among names of points."""
 
+LITTLE_SHARE = 1 / 8
+"""Largest share of the bytes that a prompt finds which it may take itself and still takes little.
+
+A state is often a quarter of the keys and values that go with it. Many requests with states of
+their own would take the memory of what they read.
+"""
+
+
 NUM_DRAWN = 64
 """Number of checkpoints that are drawn at random, of which the one worth least is evicted.
 
@@ -238,6 +246,22 @@ class CheckpointTree:
             point_bytes += len(pages) * table.spec.small_page_bytes
         state_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
         return token_bytes, point_bytes + state_bytes
+
+    def takes_little(self, *, hit_tokens: int, asked_tokens: int) -> bool:
+        """Whether a prompt takes little memory beside the keys and values that it finds.
+
+        Args:
+            hit_tokens: Number of tokens that it starts from.
+            asked_tokens: Number of tokens that it could have started from.
+        """
+        found_bytes = self.bytes_of_points()[0] * hit_tokens
+        token_bytes = sum(
+            table.spec.small_page_bytes / table.grain.page_slots
+            for table in (*self._prefix_tables, *self._window_tables)
+        )
+        state_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
+        taken_bytes = token_bytes * (asked_tokens - hit_tokens) + state_bytes
+        return taken_bytes <= LITTLE_SHARE * found_bytes
 
     def node_at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
         """Return the node at a point of a text, if there is one."""

@@ -161,6 +161,10 @@ class Checkpoints:
         for tokens in [tokens for tokens in plan if not hit_tokens < tokens <= end]:
             del plan[tokens]
 
+    def takes_little(self, hit: PrefixHit) -> bool:
+        """Whether a prompt takes little memory beside the keys and values that it finds."""
+        return self._tree.takes_little(hit_tokens=hit.num_tokens, asked_tokens=hit.asked_tokens)
+
     def _aligned(self, num_tokens: int) -> int:
         """Return the last place within `num_tokens` tokens at which a checkpoint can be."""
         return max(0, num_tokens) // self._align_tokens * self._align_tokens - self._ahead_tokens
