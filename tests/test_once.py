@@ -1,6 +1,7 @@
 """What takes long to make is made once in a run, by the worker that asks first."""
 
 import threading
+import time
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_others_wait_until_all_is_made(tmp_path, tmp_path_factory):
     begun.wait()
     second = threading.Thread(target=ask)
     second.start()
-    second.join(timeout=0.2)
+    time.sleep(0.2)
     assert not found
     may_end.set()
     first.join()

@@ -94,9 +94,9 @@ class AdmissionGate:
         """Return the number of large pages that this admission must leave free.
 
         It is 0 for a request that takes little beside what it finds, because waiting would save
-        nothing. It is also 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
-        steps, as a session between two turns, counts as not running. It will not free anything by
-        itself.
+        nothing. It is also 0 when no request is running. A request that took part in no step for
+        `IDLE_STEPS` steps, as a session between two turns, counts as not running. It will not free
+        anything by itself.
         """
         if all(request.last_step < step - IDLE_STEPS for request in self._requests.values()):
             return 0

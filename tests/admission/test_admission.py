@@ -64,6 +64,23 @@ def test_who_is_waited_for_comes_in_where_another_would_not():
     manager.check()
 
 
+def test_who_takes_little_beside_what_it_finds_is_not_held_back():
+    manager = manager_of(FULL, 1 + 30, left_share=0.9, step_tokens=0)
+    for number in range(8):
+        compute(manager, f"a{number}", 81, prefix="a")
+        compute(manager, f"{number}", 257, prefix="article")
+    num_empty = manager.memory().empty_large_bytes // FULL.large_page_bytes
+    compute(manager, "runs", 16 * num_empty, prefix="b", free=False)
+
+    # It finds 16 pages. With 5 of its own it waits, and with 2 it does not.
+    with pytest.raises(OutOfPagesError, match="more left to others"):
+        admit(manager, "new", 256 + 80, prefix="article")
+    admit(manager, "new", 256 + 32, prefix="article")
+
+    assert hit_tokens(manager, 81, prefix="a") < 80
+    manager.check()
+
+
 def test_nothing_is_left_where_nobody_runs():
     manager = crowded()
     manager.free("runs")

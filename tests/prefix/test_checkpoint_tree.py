@@ -921,6 +921,27 @@ class Random:
         self.arena.check()
 
 
+@pytest.mark.parametrize(
+    ("cut", "hit_tokens", "most_tokens"),
+    [
+        pytest.param(FULL, 128, 16, id="attention alone"),
+        # Windows also get each new token.
+        pytest.param(WINDOWED, 128, 8, id="windows"),
+        # 8 bytes a token, and states of 192 bytes.
+        pytest.param(STATES, 256, 8, id="states"),
+        pytest.param(STATES, 128, -1, id="few tokens before a state"),
+        pytest.param(STATES_ALONE, 128, -1, id="states alone"),
+    ],
+)
+def test_a_prompt_takes_little_up_to_an_eighth_of_what_it_finds(cut, hit_tokens, most_tokens):
+    tree = Arena(cut).tree
+    takes_little = [
+        tree.takes_little(hit_tokens=hit_tokens, asked_tokens=hit_tokens + more)
+        for more in range(20)
+    ]
+    assert takes_little == [more <= most_tokens for more in range(20)]
+
+
 def skips(arena, text, num_tokens, *, hit_tokens=0, kind=Kind.ANSWER_END):
     stand = arena.tree.last_node(hashes(text), FACTS, hit_tokens)
     key = text[:num_tokens].encode()
