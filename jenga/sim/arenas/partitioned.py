@@ -111,14 +111,15 @@ class PartitionedArena:
         branch_tokens = self._agreed(active, self._others, active.num_tokens - 1)
         hit_tokens = self._agreed(active, self._managers, branch_tokens)
         hashes = active.hashes(HASH_TOKENS)
-        active.found = [
-            manager.lookup(
-                hashes,
-                max_tokens=hit_tokens if manager in self._others else branch_tokens,
-                facts=active.facts,
-            )
-            for manager in self._managers
-        ]
+        found: list[PrefixHit] = []
+        for manager in self._managers:
+            most_tokens = hit_tokens if manager in self._others else branch_tokens
+            hit = manager.lookup(hashes, max_tokens=most_tokens, facts=active.facts)
+            if hit.num_tokens > hit_tokens:
+                # Its state lies beyond what the other layer types can go on from.
+                hit = manager.lookup(hashes, max_tokens=hit_tokens, facts=active.facts)
+            found.append(hit)
+        active.found = found
         return hit_tokens
 
     def _agreed(self, active: ActiveRequest, managers: Sequence[Manager], most_tokens: int) -> int:
