@@ -246,9 +246,7 @@ def test_a_folder_that_names_no_parameters_has_as_many_as_its_weights(capsys, tm
 
 
 @pytest.mark.parametrize(("output_tokens", "is_left"), [(4, True), (40, False)])
-def test_what_admissions_leave_to_others_is_traded_for_running_requests(
-    capsys, tmp_path, output_tokens, is_left
-):
+def test_what_admissions_leave_to_others_is_found_again(capsys, tmp_path, output_tokens, is_left):
     # Where outputs are most of the work nothing is left, whatever may be.
     trace = ["--trace", f"articles:n=6,questions=8,tokens=320,output={output_tokens},seed=3"]
     found = {}
@@ -261,7 +259,8 @@ def test_what_admissions_leave_to_others_is_traded_for_running_requests(
         assert run.options["left_share"] == share
 
     assert (found[0.9].hit_tokens > found[0.0].hit_tokens) == is_left
-    assert (found[0.9].mean_decode_batch < found[0.0].mean_decode_batch) == is_left
+    # Questions take little beside their article, so as many requests run.
+    assert (found[0.9].seconds < found[0.0].seconds) == is_left
 
 
 @pytest.mark.parametrize("share", ["1", "-0.1", "half"])
