@@ -11,6 +11,9 @@ read or at the horizon. The horizon is the one that gives the highest rate.
 If texts are read in turn, round after round, old points are worth more than young ones. If
 conversations continue, young points are worth more.
 
+The number of reads before changes the rate by a factor (`jenga.eviction.read_trend`), which is
+learnt for each kind of point.
+
 Sources: the least hit density of Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by
 Maximizing Hit Density" (NSDI 2018), for rates by class and age; Gittins' index for the horizon.
 """
@@ -21,6 +24,7 @@ from math import log2
 
 from jenga.eviction.points import Kind, Past, Point
 from jenga.eviction.policy import Candidate
+from jenga.eviction.read_trend import ReadTrend
 
 AGES_PER_DOUBLING = 2
 """Number of ranges of ages per doubling. Each range is 1.41 times as long as the one before."""
@@ -60,7 +64,7 @@ _WIDTHS = [
 class LearnedReuse:
     """Learns when points of each class are read again."""
 
-    __slots__ = ("_bytes_scale", "_num_lost", "_num_read", "_rates")
+    __slots__ = ("_bytes_scale", "_expected", "_num_lost", "_num_read", "_rates", "_trends")
 
     weighs_guesses = True
 
@@ -70,7 +74,11 @@ class LearnedReuse:
         # Class -> range of ages -> number of reads, and of waits that ended without a read.
         self._num_read = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
         self._num_lost = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
-        self._rates = [_best_rates([PRIOR] * NUM_AGES, [PRIOR] * NUM_AGES)] * NUM_CLASSES
+        nothing = [PRIOR] * NUM_AGES
+        self._rates = [_best_rates(nothing, nothing)] * NUM_CLASSES
+        self._trends = [ReadTrend() for _ in Kind]
+        # Class -> range of ages -> number of reads to be expected in a wait until then.
+        self._expected = [[0.0] * NUM_AGES] * NUM_CLASSES
 
     def begin(self, *, arena_bytes: int) -> None:
         """Store the size of the arena, which is the unit of ages."""
@@ -79,7 +87,11 @@ class LearnedReuse:
     def observe(self, point: Point, waited_bytes: float, *, was_read: bool) -> None:
         """Count one wait that ended."""
         counts = self._num_read if was_read else self._num_lost
-        counts[_class_of(point)][self._age(waited_bytes)] += 1
+        age = self._age(waited_bytes)
+        counts[_class_of(point)][age] += 1
+        if point.num_reads:
+            expected = self._expected[_class_of(point)][age]
+            self._trends[point.kind].observe(point.num_reads, expected, was_read=was_read)
 
     def learn(self, waiting: Iterable[Point], time: float) -> None:
         """Compute rates from the counts. A point that still waits counts as a wait of its age."""
@@ -91,27 +103,35 @@ class LearnedReuse:
         ]
         age = NUM_AGES - 1
         since = time - edges[age - 1]
+        trends = [ReadTrend() for _ in Kind]
         for point in waiting:
             while age and point.waits_since > since:
                 age -= 1
                 since = time - edges[age - 1] if age else time + 1
             waits[_class_of(point)][age] += 1
+            if point.num_reads:
+                expected = self._expected[_class_of(point)][age]
+                trends[point.kind].observe(point.num_reads, expected, was_read=False)
+        for trend, lasting in zip(self._trends, trends, strict=True):
+            trend.learn(lasting)
         all_read = [sum(column) for column in zip(*self._num_read, strict=True)]
         all_waits = [sum(column) for column in zip(*waits, strict=True)]
         num_all = max(1.0, sum(all_read) + sum(all_waits))
-        unknown: list[float] | None = None
+        unknown: tuple[list[float], list[float]] | None = None
         for index, (read, lost) in enumerate(zip(self._num_read, waits, strict=True)):
             num_known = sum(read) + sum(lost)
             if not num_known and unknown is not None:
-                self._rates[index] = unknown
+                self._rates[index], self._expected[index] = unknown
                 continue
             common = COMMON_WEIGHT / (COMMON_WEIGHT + num_known) * COMMON_WEIGHT / num_all
-            rates = self._rates[index] = _best_rates(
-                [a + common * b + PRIOR for a, b in zip(read, all_read, strict=True)],
-                [a + common * b + PRIOR for a, b in zip(lost, all_waits, strict=True)],
-            )
+            reads = [a + common * b + PRIOR for a, b in zip(read, all_read, strict=True)]
+            losses = [a + common * b + PRIOR for a, b in zip(lost, all_waits, strict=True)]
+            self._rates[index] = _best_rates(reads, losses)
+            self._expected[index] = _expected_reads(reads, losses)
             if not num_known:
-                unknown = rates
+                unknown = self._rates[index], self._expected[index]
+        for trend in self._trends:
+            trend.fade(KEPT_SHARE)
         for counts in (*self._num_read, *self._num_lost):
             counts[:] = [KEPT_SHARE * count for count in counts]
 
@@ -132,7 +152,8 @@ class LearnedReuse:
         return max(points, key=lambda point: self._rate(point, time))
 
     def _rate(self, point: Point, time: float) -> float:
-        return self._rates[_class_of(point)][self._age(time - point.last_kept)]
+        rate = self._rates[_class_of(point)][self._age(time - point.last_kept)]
+        return rate * self._trends[point.kind].factor(point.num_reads)
 
     def _age(self, num_bytes: float) -> int:
         """Return the range of ages that an age in bytes falls into."""
@@ -144,6 +165,18 @@ class LearnedReuse:
 
 def _class_of(point: Point) -> int:
     return point.kind * NUM_PASTS + point.past
+
+
+def _expected_reads(read: Sequence[float], lost: Sequence[float]) -> list[float]:
+    """Return for each age the number of reads to be expected in a wait until then.
+
+    Args:
+        read: For each age, the number of waits that ended with a read.
+        lost: For each age, the number of other waits that ended or last until now.
+    """
+    ends = [a + b for a, b in zip(read, lost, strict=True)]
+    survivors = list(accumulate(reversed(ends)))[::-1]
+    return list(accumulate(a / b for a, b in zip(read, survivors, strict=True)))
 
 
 def _best_rates(read: Sequence[float], lost: Sequence[float]) -> list[float]:

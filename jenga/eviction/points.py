@@ -69,17 +69,19 @@ class Point:
         num_tokens: Number of tokens of the prefix.
         kind: Place in its text.
         past: Knowledge about its readers.
+        num_reads: Number of known reads. A branch begins with the one that made it.
         waits_since: Time at which it was left or read last.
         last_kept: Time at which it was kept or read last.
     """
 
-    __slots__ = ("key", "kind", "last_kept", "num_tokens", "past", "waits_since")
+    __slots__ = ("key", "kind", "last_kept", "num_reads", "num_tokens", "past", "waits_since")
 
     def __init__(self, key: Hashable, num_tokens: int, kind: Kind, past: Past, time: float) -> None:
         self.key = key
         self.num_tokens = num_tokens
         self.kind = kind
         self.past = past
+        self.num_reads = int(past == Past.READ)
         self.waits_since = self.last_kept = time
 
 
@@ -165,7 +167,14 @@ class RememberedPoints:
         """Record that a request asks for a point, whether the point is kept or evicted."""
         self._observer.observe(point, self.time - point.waits_since, was_read=True)
         point.past = Past.READ
+        point.num_reads += 1
         self._wait_again(point)
+
+    def pass_on_reads(self, point: Point, successor: Point) -> None:
+        """Record that readers of a point will go on from another one, which it was a guess of."""
+        if point.num_reads > successor.num_reads:
+            successor.num_reads = point.num_reads
+            successor.past = Past.READ
 
     def reset_age(self, point: Point) -> None:
         """Make a kept point as young as one that was just left."""

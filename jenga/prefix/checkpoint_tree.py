@@ -482,14 +482,19 @@ class CheckpointTree:
         return self.points.record_point(key, num_tokens, kind, past)
 
     def _drop_guess(self, node: Checkpoint) -> None:
-        """Drop a guessed point before the end of a prompt, now that the real branch is known."""
+        """Drop a guessed point before the end of a prompt, now that the real branch is known.
+
+        Readers of the guess count as readers of the branch. A guess in use stays.
+        """
         guess = node.kept_before
         if (
-            guess is not None
-            and guess.point.kind == Kind.BEFORE_END
-            and guess.place != NOT_IN_POOL
-            and node.num_tokens - guess.num_tokens <= QUESTION_TOKENS
+            guess is None
+            or guess.point.kind != Kind.BEFORE_END
+            or node.num_tokens - guess.num_tokens > QUESTION_TOKENS
         ):
+            return
+        self.points.pass_on_reads(guess.point, node.point)
+        if guess.place != NOT_IN_POOL:
             point, num_tokens = guess.point, guess.num_tokens
             self.points.forget(point)
             lost_bytes = self.num_lost_bytes

@@ -261,7 +261,7 @@ class Checkpoints:
         new ones would cost a checkpoint that is worth more.
         """
         answer = request.checkpoints.answer
-        if num_tokens > request.facts.prompt_tokens and answer is not None:
+        if num_tokens >= request.facts.prompt_tokens and answer is not None:
             pages = self._tree.take_states(answer, next_tokens=num_tokens)
             if pages:
                 self.num_replaced += 1
@@ -287,7 +287,7 @@ class Checkpoints:
 
         With host memory nothing is skipped, because evicted content is not lost.
         """
-        is_answer = num_tokens > request.facts.prompt_tokens
+        is_answer = num_tokens >= request.facts.prompt_tokens
         skipped = request.checkpoints.skipped_answer
         if is_answer and skipped is not None:
             request.checkpoints.skipped_answer = None
@@ -327,7 +327,7 @@ class Checkpoints:
         plan = self.planned(request, branches)
         places = request.checkpoints.pending if self.states else plan
         for tokens in sorted(tokens for tokens in places if tokens <= final_tokens):
-            is_answer = tokens > request.facts.prompt_tokens
+            is_answer = tokens >= request.facts.prompt_tokens
             kind = plan.get(tokens, Kind.ANSWER_END if is_answer else Kind.BRANCH)
             self._make(request, tokens, kind)
             request.checkpoints.num_passed = max(request.checkpoints.num_passed, tokens)
