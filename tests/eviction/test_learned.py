@@ -243,6 +243,58 @@ def test_a_class_that_is_read_is_worth_more_than_one_that_is_not():
     )
 
 
+def point_read(num_reads, kind=Kind.BRANCH, *, at=0.0):
+    point = point_of(kind, Past.READ, at=at)
+    point.num_reads = num_reads
+    return point
+
+
+def worth_by_reads(policy, kind=Kind.BRANCH):
+    return [policy.worth(Candidate(point_read(n, kind)), 20 * UNIT_BYTES) for n in range(1, 9)]
+
+
+def test_points_are_told_apart_by_the_number_of_reads():
+    # Each text has eight readers, which come after 50 units each. Then it waits in vain.
+    policy = learner()
+    for _ in range(12):
+        for n in range(1, 8):
+            policy.observe(point_read(n), 50 * UNIT_BYTES, was_read=True)
+        policy.observe(point_read(8), 400 * UNIT_BYTES, was_read=False)
+        policy.learn([], 0)
+
+    worths = worth_by_reads(policy)
+    assert worths == sorted(worths, reverse=True)
+    assert worths[0] > 2 * worths[-1]
+    # Each kind of points learns by itself.
+    assert len(set(worth_by_reads(policy, Kind.PROMPT_END))) == 1
+
+
+def test_what_many_read_is_worth_more_if_few_texts_are_read_by_many():
+    policy = learner()
+    for _ in range(12):
+        for n in range(1, 9):
+            policy.observe(point_read(n), 50 * UNIT_BYTES, was_read=n > 4)
+        policy.learn([], 0)
+
+    worths = worth_by_reads(policy)
+    assert worths == sorted(worths)
+    assert worths[-1] > 3 * worths[0]
+
+
+def test_points_that_were_read_often_and_wait_in_vain_lower_the_worth_of_such_points():
+    worths = []
+    for num_waiting in (0, 30):
+        policy = learner()
+        for _ in range(6):
+            for n in range(1, 9):
+                policy.observe(point_read(n), 50 * UNIT_BYTES, was_read=True)
+            policy.learn([point_read(8) for _ in range(num_waiting)], 1000 * UNIT_BYTES)
+        worth = worth_by_reads(policy)
+        worths.append(worth[-1] / worth[0])
+
+    assert worths[1] < worths[0] / 3
+
+
 def test_points_that_wait_in_vain_lower_their_class_before_they_are_forgotten():
     rates = []
     for num_waiting in (0, 100):

@@ -99,6 +99,36 @@ def test_a_point_where_texts_are_found_to_part_is_a_branch_from_then_on(points, 
     ]
 
 
+def test_reads_of_a_point_are_counted_and_a_branch_begins_with_the_one_that_made_it(points):
+    point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
+    branch = points.record_point(b"b", 64, Kind.BRANCH, Past.READ)
+    assert (point.num_reads, branch.num_reads) == (0, 1)
+
+    for _ in range(3):
+        points.record_read(point)
+
+    assert point.num_reads == 3
+
+
+def test_readers_of_a_guess_are_readers_of_the_point_that_it_was_a_guess_of(points):
+    guess = points.record_point(b"a", 32, Kind.BEFORE_END, Past.NEW_TEXT)
+    branch = points.record_point(b"b", 64, Kind.BRANCH, Past.KNOWN_TEXT)
+    points.pass_on_reads(guess, branch)
+    assert (branch.num_reads, branch.past) == (0, Past.KNOWN_TEXT)
+    for _ in range(2):
+        points.record_read(guess)
+
+    for _ in range(2):
+        points.pass_on_reads(guess, branch)
+        assert (branch.num_reads, branch.past) == (2, Past.READ)
+
+    # A reader that both have counts once.
+    for _ in range(3):
+        points.record_read(branch)
+    points.pass_on_reads(guess, branch)
+    assert branch.num_reads == 5
+
+
 def test_renewing_makes_a_point_young_and_says_nothing_of_its_wait(points, log):
     point = points.record_point(b"a", 32, Kind.PROMPT_END, Past.NEW_TEXT)
     points.record_admission(40)

@@ -274,6 +274,21 @@ def test_a_known_branch_takes_the_place_of_a_guess_right_before_it(branch_tokens
     assert (arena.tree.points.get(TEXT[:16].encode()) is None) is is_dropped
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_readers_of_a_guess_count_as_readers_of_the_branch(is_used):
+    arena = Arena(WINDOWED)
+    guess = arena.written(TEXT[:40], 16, Kind.BEFORE_END)
+    for _ in range(3):
+        arena.tree.points.record_read(guess.point)
+    if is_used:
+        arena.tree.await_point(TEXT[:16].encode(), 1)
+
+    branch = arena.written(TEXT[:40], 24, Kind.BRANCH)
+
+    assert (branch.point.num_reads, branch.point.past) == (3, Past.READ)
+    assert arena.is_kept(TEXT, 16) is is_used
+
+
 def test_an_awaited_guess_stays():
     arena = Arena(WINDOWED)
     arena.written(TEXT[:40], 16, Kind.BEFORE_END)

@@ -432,6 +432,20 @@ def test_an_answer_s_states_are_written_in_one_place_however_long_it_is():
     manager.check()
 
 
+def test_the_state_after_the_last_token_of_a_prompt_is_the_answer_s():
+    manager = manager_of(HYBRID)
+    keys, prompt_tokens = hashes(400), 2 * ANSWER_TOKENS
+    come(manager, "a", prompt_tokens, keys=keys)
+    keep_states(manager, "a", keys)
+    answer(manager, "a", keys, prompt_tokens=prompt_tokens, num_tokens=prompt_tokens + 10)
+    assert kept(manager, keys)[prompt_tokens] == Kind.ANSWER_END
+
+    answer(manager, "a", keys, prompt_tokens=prompt_tokens, num_tokens=300, start=10)
+
+    # Later states of the answer have taken its place.
+    assert kept(manager, keys) == {112: Kind.PROMPT_END, 256: Kind.ANSWER_END}
+
+
 class BySavedTokens(LeastRecentlyUsed):
     weighs_guesses = True
 
