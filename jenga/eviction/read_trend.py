@@ -1,8 +1,8 @@
 """How the rate at which points are read depends on how often they were read before.
 
-Points of one class and age differ. A prompt that many people send is read at the same rate for
-ever, so what was read often is worth more. A text on which somebody has a few questions is read a
-few times, so what was read often is worth less. Which of the two holds is learnt:
+Points of one class and age differ. If some prompts are sent more often than others, points that
+were read often are read soon again. If each text has a few questions, points that were read often
+have few readers left. Which of the two holds is learnt:
 
     rate of a point = rate of its class and age * exp(slope * (reads before - mean))
 
