@@ -153,7 +153,9 @@ class LearnedReuse:
 
     def _rate(self, point: Point, time: float) -> float:
         rate = self._rates[_class_of(point)][self._age(time - point.last_kept)]
-        return rate * self._trends[point.kind].factor(point.num_reads)
+        if point.num_reads:
+            rate *= self._trends[point.kind].factor(point.num_reads)
+        return rate
 
     def _age(self, num_bytes: float) -> int:
         """Return the range of ages that an age in bytes falls into."""

@@ -363,7 +363,7 @@ def arrivals(budget: float = 1.0) -> list[str]:
     lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|---|--:|--:|--:|--:|--:|"]
     results, gains = _arrivals(budget)
     for group in sorted(gains, key=gains.__getitem__):
-        bound = statistics.geometric_mean(results.gains(group, max(LIMITS), ORACLE))
+        bounds = results.gains(group, max(LIMITS), ORACLE)
         pairs = results.pairs[group, HITS_LOAD]
         best = Counter(
             capacities[STOCK_NAME, max(LIMITS)]["best"].removeprefix(STOCK_NAME).strip()
@@ -376,7 +376,7 @@ def arrivals(budget: float = 1.0) -> list[str]:
         cells = (
             f"{group.model}, {group.workload}",
             f"{gains[group]:.2f}",
-            f"{bound:.2f}",
+            f"{statistics.geometric_mean(bounds):.2f}" if bounds else "-",
             best.most_common(1)[0][0] or "default",
             f"{found[0]:.0f} %, {found[1]:.0f} %",
             *(
