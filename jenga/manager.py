@@ -19,7 +19,6 @@ from jenga.geometry import Geometry, check_geometry
 from jenga.page_ids import LargePageId, OwnerId, SmallPageId
 from jenga.policies import NEVER, Image, RequestFacts
 from jenga.policies.image_slots import ImageSlots
-from jenga.prefix.checkpoint_tree import checkpoint_unit
 from jenga.prefix.checkpoints import ANSWER_TOKENS
 from jenga.prefix.eviction_log import Eviction
 from jenga.prefix.host_cache import HostReport
@@ -32,6 +31,7 @@ from jenga.tables.content_index import CacheChange, ChangeLog
 from jenga.tables.growth import Growth
 from jenga.tables.occupancy import Occupancy
 from jenga.tables.page_table import Table, build_tables
+from jenga.tables.point_parts import checkpoint_unit
 from jenga.tables.request import PageCopy, PrefixHit, Request, new_facts
 from jenga.tables.stats import CacheReport, LargePageCounts, MemoryReport
 

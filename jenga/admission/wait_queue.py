@@ -113,7 +113,7 @@ class WaitQueue:
         """
         self._tables = tables
         self._tree = tree
-        self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
+        self._token_bytes, self._fixed_bytes = tree.parts.token_bytes, tree.parts.fixed_bytes
         self._hash_tokens = hash_tokens
         self._horizon_bytes = arena_bytes
         self._is_on = is_on

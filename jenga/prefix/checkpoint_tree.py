@@ -19,7 +19,6 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import lcm
 from random import Random
 from typing import cast
 
@@ -29,21 +28,15 @@ from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
 from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, RememberedPoints, past_of
 from jenga.eviction.policy import EvictionPolicy
 from jenga.page_ids import SmallPageId
-from jenga.policies import NEVER, RequestFacts
+from jenga.policies import RequestFacts
 from jenga.prefix.eviction_log import EvictionCause, EvictionLog
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
+from jenga.tables.point_parts import PointParts
 from jenga.tables.request import StatePage
 
 IMAGE = "image"
 """First element of the names of images among names of points."""
-
-LITTLE_SHARE = 1 / 8
-"""Largest share of the bytes that a prompt finds which it may take itself and still takes little.
-
-A state is often a quarter of the keys and values that go with it. Many requests with states of
-their own would take the memory of what they read.
-"""
 
 
 NUM_DRAWN = 64
@@ -52,9 +45,6 @@ NUM_DRAWN = 64
 Comparing all checkpoints would choose slightly better, and takes longer the more there are.
 """
 
-
-WINDOW_AFTER_TOKENS = (1 << 20) - 16
-"""Place in a text at which the bytes of windows are counted."""
 
 QUESTION_TOKENS = 512
 """Distance from the end of a prompt at which an additional checkpoint is left.
@@ -95,31 +85,11 @@ class Admitted:
     branches: Sequence[int]
 
 
-def checkpoint_unit(tables: Sequence[Table], hash_tokens: int) -> int:
-    """Get the number of tokens of which places of checkpoints are multiples.
-
-    There, a hash ends and all pages of texts are full.
-
-    Args:
-        tables: All page tables.
-        hash_tokens: Number of tokens that each further prefix hash covers.
-    """
-    return lcm(hash_tokens, *(table.grain.page_slots for table in _tables_of_text(tables)))
-
-
-def _tables_of_text(tables: Sequence[Table]) -> list[Table]:
-    """Get the page tables that have pages for each part of a text."""
-    return [
-        table
-        for table in tables
-        if not table.policy.is_overwritten and not table.policy.names_images
-    ]
-
-
 class CheckpointTree:
     """Checkpoints of one arena.
 
     Attributes:
+        parts: Page tables, by the part of a checkpoint that they have, and the bytes of each part.
         points: Points that are remembered, and the time.
         log: Record of the checkpoints that are lost. None, the default, records none.
         num_evicted: Number of checkpoints evicted whole so far. Cut ends are not counted.
@@ -147,7 +117,6 @@ class CheckpointTree:
         "_root",
         "_state_tables",
         "_tables",
-        "_unit_bytes",
         "_upcoming",
         "_window_tables",
         "ahead_tokens",
@@ -156,6 +125,7 @@ class CheckpointTree:
         "log",
         "num_evicted",
         "num_lost_bytes",
+        "parts",
         "points",
     )
 
@@ -181,24 +151,13 @@ class CheckpointTree:
         """
         self._tables = tables
         self._host = host
-        of_text = _tables_of_text(tables)
-        self.align_tokens = checkpoint_unit(tables, hash_tokens)
-        self.ahead_tokens = -(-ahead_tokens // self.align_tokens) * self.align_tokens
+        self.parts = PointParts(tables, hash_tokens=hash_tokens, ahead_tokens=ahead_tokens)
+        self.align_tokens, self.ahead_tokens = self.parts.align_tokens, self.parts.ahead_tokens
         self._hash_tokens = hash_tokens
-        facts = RequestFacts(prompt_tokens=1)
-        self._prefix_tables = [
-            table
-            for table in of_text
-            if table.policy.next_release(facts, 0, table.grain.page_slots) == NEVER
-        ]
-        self._window_tables = [table for table in of_text if table not in self._prefix_tables]
-        self._state_tables = [table for table in tables if table.policy.is_overwritten]
+        self._prefix_tables = self.parts.prefixes
+        self._window_tables, self._state_tables = self.parts.windows, self.parts.states
         for index, table in enumerate(self._prefix_tables):
             table.begin_segments(index)
-        self._unit_bytes = sum(
-            self.align_tokens // table.grain.page_slots * table.spec.small_page_bytes
-            for table in self._prefix_tables
-        )
         self._cut_tokens = self._cut_size(arena_bytes)
         self._policy = policy
         policy.begin(arena_bytes=arena_bytes)
@@ -225,43 +184,9 @@ class CheckpointTree:
         large_pages_tokens = [
             table.pages.pages_per_large * table.grain.page_slots for table in self._prefix_tables
         ]
-        token_bytes, _ = self.bytes_of_points()
+        token_bytes = self.parts.token_bytes
         arena_tokens = int(arena_bytes / token_bytes) if token_bytes else 0
         return max([min(CUT_TOKENS, int(arena_tokens * CUT_SHARE)), *large_pages_tokens])
-
-    @property
-    def has_point_pages(self) -> bool:
-        """Whether a checkpoint needs more than the keys and values of its prefix."""
-        return bool(self._window_tables or self._state_tables)
-
-    def bytes_of_points(self) -> tuple[float, int]:
-        """Return the bytes of a point per token before it, and its fixed bytes in addition."""
-        token_bytes = sum(
-            table.spec.small_page_bytes / table.grain.page_slots for table in self._prefix_tables
-        )
-        facts = RequestFacts(prompt_tokens=NEVER)
-        point_bytes = 0
-        for table in self._window_tables:
-            pages = table.policy.reused_pages(facts, (), table.grain, WINDOW_AFTER_TOKENS)
-            point_bytes += len(pages) * table.spec.small_page_bytes
-        state_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
-        return token_bytes, point_bytes + state_bytes
-
-    def takes_little(self, *, hit_tokens: int, asked_tokens: int) -> bool:
-        """Whether a prompt takes little memory beside the keys and values that it finds.
-
-        Args:
-            hit_tokens: Number of tokens that it starts from.
-            asked_tokens: Number of tokens that it could have started from.
-        """
-        found_bytes = self.bytes_of_points()[0] * hit_tokens
-        token_bytes = sum(
-            table.spec.small_page_bytes / table.grain.page_slots
-            for table in (*self._prefix_tables, *self._window_tables)
-        )
-        state_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
-        taken_bytes = token_bytes * (asked_tokens - hit_tokens) + state_bytes
-        return taken_bytes <= LITTLE_SHARE * found_bytes
 
     def node_at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
         """Return the node at a point of a text, if there is one."""
@@ -431,9 +356,8 @@ class CheckpointTree:
             return False
         key = prefix_hashes[num_tokens // self._hash_tokens - 1]
         guess = self._guess(node_before, key, num_tokens, kind, past)
-        token_bytes, point_bytes = self.bytes_of_points()
         new_tokens = max(0, num_tokens - node_before.still_there.num_tokens)
-        guess.own_bytes = point_bytes + int(token_bytes * new_tokens)
+        guess.own_bytes = self.parts.fixed_bytes + int(self.parts.token_bytes * new_tokens)
         if self._policy.worth(guess, time) >= self._price:
             return False
         self.points.record_point(key, num_tokens, kind, past)
@@ -473,7 +397,7 @@ class CheckpointTree:
             return None
         guess, time = self._guess(node_before, key, num_tokens, kind, past), self.points.time
         # Its keys and values are cached in any case, as long as the request runs.
-        guess.own_bytes = sum(table.spec.small_page_bytes for table in self._state_tables)
+        guess.own_bytes = self.parts.state_bytes
         victim = self._draw()
         if victim is not None and self._policy.worth(guess, time) >= self._policy.worth(
             victim, time
@@ -640,7 +564,7 @@ class CheckpointTree:
         if not hit_tokens:
             return None
         node = self.node_at(prefix_hashes, hit_tokens)
-        if (node is None or not node.is_kept) and not self.has_point_pages:
+        if (node is None or not node.is_kept) and not self.parts.has_point_pages:
             # Without windows and states, any node that covers the hit serves as its checkpoint.
             node, _ = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
         return node if node is not None and node.is_kept else None
@@ -994,7 +918,7 @@ class CheckpointTree:
         self._price_ends = self.points.time + self._price_bytes
         point, num_tokens, lost_bytes = node.point, node.num_tokens, self.num_lost_bytes
         cause = EvictionCause.END
-        if self.has_point_pages or not self._cut(node):
+        if self.parts.has_point_pages or not self._cut(node):
             cause = EvictionCause.CHECKPOINT
             self.evict(node)
         if self.log is not None:
@@ -1140,11 +1064,13 @@ class CheckpointTree:
         self._upcoming = [node for node in self._upcoming if node.place != NOT_IN_POOL]
         found = set(map(id, self._upcoming))
         left = num_bytes - sum(node.own_bytes for node in self._upcoming)
-        least = max(1, self._unit_bytes)
+        least = max(1, self.parts.unit_bytes)
         while left >= least:
             node = self._draw(found)
             # A checkpoint that is evicted whole is not next if far fewer bytes will probably go.
-            if node is None or (self.has_point_pages and node.own_bytes > UPCOMING_SLACK * left):
+            if node is None or (
+                self.parts.has_point_pages and node.own_bytes > UPCOMING_SLACK * left
+            ):
                 break
             found.add(id(node))
             self._upcoming.insert(0, node)
@@ -1153,7 +1079,7 @@ class CheckpointTree:
         left = num_bytes
         for node in reversed(self._upcoming):
             chosen.append(
-                (node, node.own_bytes if self.has_point_pages else min(left, node.own_bytes))
+                (node, node.own_bytes if self.parts.has_point_pages else min(left, node.own_bytes))
             )
             left -= chosen[-1][1]
         return chosen
@@ -1173,10 +1099,10 @@ class CheckpointTree:
         for each in self._leaving(node):
             if not each.segment_bytes:  # An image has no segment.
                 break
-            share = 1.0 if self.has_point_pages else min(1.0, num_bytes / each.segment_bytes)
+            share = 1.0 if self.parts.has_point_pages else min(1.0, num_bytes / each.segment_bytes)
             for table, pages in zip(self._prefix_tables, each.segment, strict=True):
                 yield table, pages[len(pages) - int(share * len(pages)) :]
-            if not self.has_point_pages:
+            if not self.parts.has_point_pages:
                 break
 
     def evict(self, node: Checkpoint) -> None:

@@ -105,7 +105,7 @@ class Checkpoints:
         self._in_passing: dict[int, Request] = {}
         self.answer_tokens = answer_tokens
         self.num_replaced = self.num_states_kept = self.num_states_read = 0
-        self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
+        self._token_bytes, self._fixed_bytes = tree.parts.token_bytes, tree.parts.fixed_bytes
 
     # Places of checkpoints
 
@@ -151,7 +151,7 @@ class Checkpoints:
         request.checkpoints.last_checkpoint = node_before
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
-        if tree.has_point_pages:
+        if tree.parts.has_point_pages:
             plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
         plan[end] = Kind.PROMPT_END
         if not hit_tokens or branch_tokens - hit_tokens >= self._least_gap:
@@ -163,7 +163,9 @@ class Checkpoints:
 
     def takes_little(self, hit: PrefixHit) -> bool:
         """Whether a prompt takes little memory beside the keys and values that it finds."""
-        return self._tree.takes_little(hit_tokens=hit.num_tokens, asked_tokens=hit.asked_tokens)
+        return self._tree.parts.takes_little(
+            hit_tokens=hit.num_tokens, asked_tokens=hit.asked_tokens
+        )
 
     def _aligned(self, num_tokens: int) -> int:
         """Return the last place within `num_tokens` tokens at which a checkpoint can be."""

@@ -949,9 +949,9 @@ class Random:
     ],
 )
 def test_a_prompt_takes_little_up_to_an_eighth_of_what_it_finds(cut, hit_tokens, most_tokens):
-    tree = Arena(cut).tree
+    parts = Arena(cut).tree.parts
     takes_little = [
-        tree.takes_little(hit_tokens=hit_tokens, asked_tokens=hit_tokens + more)
+        parts.takes_little(hit_tokens=hit_tokens, asked_tokens=hit_tokens + more)
         for more in range(20)
     ]
     assert takes_little == [more <= most_tokens for more in range(20)]
