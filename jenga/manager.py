@@ -209,7 +209,7 @@ class Manager:
                 lender,
                 tables[0].clock,
                 steps_in_flight=steps_in_flight,
-                next_checkpoint_rank=self.prefix_cache.tree.next_rank,
+                next_checkpoint_rank=self.prefix_cache.tree.pool.next_rank,
                 on_evicted=self.prefix_cache.eviction_notices.deliver,
                 is_quiet=lambda: self.prefix_cache.copies.is_empty,
             )

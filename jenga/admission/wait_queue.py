@@ -255,7 +255,7 @@ class WaitQueue:
             self.asked_tokens += asked_tokens
         waiter.keys = self._keys(waiter, hit.num_tokens)
         for key in waiter.keys:
-            if self._tree.await_point(key, waiter.position):
+            if self._tree.pool.await_point(key, waiter.position):
                 self._bytes[key] = self._fixed_bytes + self._token_bytes * waiter.branch_tokens
 
     def _keys(self, waiter: WaitingRequest, hit_tokens: int) -> list[Hashable]:
@@ -326,7 +326,7 @@ class WaitQueue:
             self.reread_tokens -= waiter.reread_tokens
             self.asked_tokens -= waiter.num_tokens - 1
         for key in waiter.keys:
-            if self._tree.await_no_more(key, waiter.position):
+            if self._tree.pool.await_no_more(key, waiter.position):
                 del self._bytes[key]
         waiter.keys = []
 
@@ -336,8 +336,9 @@ class WaitQueue:
         for waiter in self._followed.values():
             for key in waiter.keys:
                 insort(expected.setdefault(key, []), waiter.position)
-        if expected != self._tree.awaited:
-            msg = f"{len(expected)} points are waited for, {len(self._tree.awaited)} are noted"
+        awaited = self._tree.pool.awaited
+        if expected != awaited:
+            msg = f"{len(expected)} points are waited for, {len(awaited)} are noted"
             raise InvariantError(msg)
         followed = [each for each in self._followed.values() if not self._is_sample(each)]
         reread_tokens = sum(waiter.reread_tokens for waiter in followed)

@@ -13,7 +13,7 @@ Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept, and their co
 - A large page is opened for one request only if the request is sure to fill it.
 - Otherwise empty small pages are packed, best fit, before anything is opened or evicted.
 - The oldest page that no checkpoint needs is evicted, be it small or large. After these pages the
-  prefix cache chooses a checkpoint (`jenga.prefix.checkpoint_tree`).
+  prefix cache chooses a checkpoint (`jenga.prefix.eviction_pool`).
 """
 
 from collections.abc import Sequence

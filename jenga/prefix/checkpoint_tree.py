@@ -1,4 +1,4 @@
-"""The tree of cached texts: checkpoints kept for other requests, and their eviction.
+"""The tree of cached texts: the checkpoints kept for other requests, and the pages of each.
 
 A request can go on from a point of a text only if it finds all that it needs. These are the keys
 and values of the whole prefix, the windows before the point, and the states after it. A part of
@@ -13,16 +13,16 @@ Cached pages are of two kinds:
 - All other pages are *loose*, such as windows that a prompt has passed. They stay as long as the
   memory is not needed elsewhere. They are evicted before any checkpoint, the oldest first. A hit on
   loose pages makes a checkpoint of them.
+
+The tree keeps checkpoints, and evicts or cuts them. Which one goes next is chosen elsewhere
+(`jenga.prefix.eviction_pool`).
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from random import Random
 from typing import cast
 
-from jenga.arena.eviction_queue import NOT_QUEUED
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
 from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, RememberedPoints, past_of
@@ -30,6 +30,7 @@ from jenga.eviction.policy import EvictionPolicy
 from jenga.page_ids import SmallPageId
 from jenga.policies import RequestFacts
 from jenga.prefix.eviction_log import EvictionCause, EvictionLog
+from jenga.prefix.eviction_pool import EvictionPool
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
 from jenga.tables.point_parts import PointParts
@@ -38,28 +39,11 @@ from jenga.tables.request import StatePage
 IMAGE = "image"
 """First element of the names of images among names of points."""
 
-
-NUM_DRAWN = 64
-"""Number of checkpoints that are drawn at random, of which the one worth least is evicted.
-
-Comparing all checkpoints would choose slightly better, and takes longer the more there are.
-"""
-
-
 QUESTION_TOKENS = 512
 """Distance from the end of a prompt at which an additional checkpoint is left.
 
 Most questions are shorter. The text before a question is then found by the second question, and not
 only by the third.
-"""
-
-UPCOMING_SLACK = 1.25
-"""Factor by which a checkpoint may exceed the bytes expected to be evicted, and still be next."""
-
-PRICE_SHARE = 1 / 16
-"""Share of the arena that sets how long the worth of the last evicted checkpoint is used.
-
-It is used until so many more bytes are computed.
 """
 
 CUT_TOKENS = 1024
@@ -91,13 +75,12 @@ class CheckpointTree:
     Attributes:
         parts: Page tables, by the part of a checkpoint that they have, and the bytes of each part.
         points: Points that are remembered, and the time.
+        pool: Checkpoints that may be evicted, and the choice of the next one.
         log: Record of the checkpoints that are lost. None, the default, records none.
         num_evicted: Number of checkpoints evicted whole so far. Cut ends are not counted.
         num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
         align_tokens: Checkpoints are at multiples of this number of tokens.
         ahead_tokens: Number of tokens after a checkpoint that are cached with it.
-        awaited: Points that waiting requests will read -> positions of these requests in the wait
-            queue, rising.
     """
 
     __slots__ = (
@@ -107,26 +90,19 @@ class CheckpointTree:
         "_hash_tokens",
         "_host",
         "_policy",
-        "_pool",
         "_prefix_tables",
-        "_price",
-        "_price_bytes",
-        "_price_ends",
-        "_protected",
-        "_random",
         "_root",
         "_state_tables",
         "_tables",
-        "_upcoming",
         "_window_tables",
         "ahead_tokens",
         "align_tokens",
-        "awaited",
         "log",
         "num_evicted",
         "num_lost_bytes",
         "parts",
         "points",
+        "pool",
     )
 
     def __init__(
@@ -161,9 +137,6 @@ class CheckpointTree:
         self._cut_tokens = self._cut_size(arena_bytes)
         self._policy = policy
         policy.begin(arena_bytes=arena_bytes)
-        # Worth of the checkpoint that was evicted last, and the time until which it is used.
-        self._price = self._price_ends = 0.0
-        self._price_bytes = PRICE_SHARE * arena_bytes
         self.points = RememberedPoints(policy, arena_bytes=arena_bytes)
         self._root = Checkpoint(None, 0, 0, None)
         self._root.segment = [[] for _ in self._prefix_tables]
@@ -171,11 +144,9 @@ class CheckpointTree:
         self._by_key: dict[Hashable, Checkpoint] = {}
         # Nodes whose end was cut off, by the names under which they were made.
         self._cut_nodes: dict[Hashable, Checkpoint] = {}
-        self._pool: list[Checkpoint] = []
-        self.awaited: dict[Hashable, list[int]] = {}
-        self._protected: Checkpoint | None = None
-        self._upcoming: list[Checkpoint] = []
-        self._random = Random(0)
+        self.pool = EvictionPool(
+            self.parts, policy, self.points, self._named, arena_bytes=arena_bytes
+        )
         self.log: EvictionLog | None = None
         self.num_evicted = self.num_lost_bytes = 0
 
@@ -313,7 +284,7 @@ class CheckpointTree:
             self._pin_states(node, point_key, state_pages)
             node.is_kept = True
             node.heir_of = None
-            self._enter_pool(node)
+            self.pool.enter(node)
         node.point = self.points.record_point(point_key, num_tokens, kind, past)
         if kind == Kind.BRANCH:
             self._drop_guess(node)
@@ -342,13 +313,13 @@ class CheckpointTree:
         Returns:
             Whether the point is remembered without a checkpoint.
         """
-        time = self.points.time
+        price = self.pool.price
         if (
             kind not in GUESSES
             or self._state_tables
             or not self._window_tables
-            or time > self._price_ends
-            or not self._policy.weighs_guesses
+            or price is None
+            or not self.pool.weighs_guesses
         ):
             return False
         node = self.node_at(prefix_hashes, num_tokens)
@@ -358,7 +329,7 @@ class CheckpointTree:
         guess = self._guess(node_before, key, num_tokens, kind, past)
         new_tokens = max(0, num_tokens - node_before.still_there.num_tokens)
         guess.own_bytes = self.parts.fixed_bytes + int(self.parts.token_bytes * new_tokens)
-        if self._policy.worth(guess, time) >= self._price:
+        if self.pool.worth(guess) >= price:
             return False
         self.points.record_point(key, num_tokens, kind, past)
         return True
@@ -393,15 +364,13 @@ class CheckpointTree:
             The point. None if its states should be kept: a waiting request will read them, or they
             are worth more than what is evicted next.
         """
-        if key in self.awaited or not self._policy.weighs_guesses:
+        if key in self.pool.awaited or not self.pool.weighs_guesses:
             return None
-        guess, time = self._guess(node_before, key, num_tokens, kind, past), self.points.time
+        guess = self._guess(node_before, key, num_tokens, kind, past)
         # Its keys and values are cached in any case, as long as the request runs.
         guess.own_bytes = self.parts.state_bytes
-        victim = self._draw()
-        if victim is not None and self._policy.worth(guess, time) >= self._policy.worth(
-            victim, time
-        ):
+        victim = self.pool.draw()
+        if victim is not None and self.pool.worth(guess) >= self.pool.worth(victim):
             return None
         return self.points.record_point(key, num_tokens, kind, past)
 
@@ -451,7 +420,7 @@ class CheckpointTree:
         self._by_key[key] = node
         self._pin(node, table, pages)
         node.is_kept = True
-        self._enter_pool(node)
+        self.pool.enter(node)
         node.point = self.points.record_point(key, num_tokens, Kind.IMAGE, past)
 
     def read_images(
@@ -554,8 +523,7 @@ class CheckpointTree:
     def _cancel_eviction(self, node: Checkpoint) -> None:
         """Rank a checkpoint anew, now that its reader has come."""
         node.heir_of = None
-        if node in self._upcoming:
-            self._upcoming.remove(node)
+        self.pool.cancel(node)
 
     def _read_at(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, hit_tokens: int
@@ -860,62 +828,19 @@ class CheckpointTree:
             if self.log is not None:
                 self.log.record_moved_pages(node.left_by)
 
-    # Waiting requests
-
-    def await_point(self, key: Hashable, position: int) -> bool:
-        """Record that a waiting request will read a point. Return whether it is the first one."""
-        positions = self.awaited.setdefault(key, [])
-        insort(positions, position)
-        if len(positions) > 1:
-            return False
-        for node in self._named(key):
-            self._leave_pool(node)
-        return True
-
-    def await_no_more(self, key: Hashable, position: int) -> bool:
-        """Record that a request no longer waits for a point. Return whether it was the last one."""
-        positions = self.awaited[key]
-        del positions[bisect_left(positions, position)]
-        if positions:
-            return False
-        del self.awaited[key]
-        for node in self._named(key):
-            self._enter_pool(node)
-        return True
-
     def _named(self, name: Hashable) -> Iterator[Checkpoint]:
         """Yield checkpoints made under a name. There are two if one has lost its end since."""
         for node in (self._by_key.get(name), self._cut_nodes.get(name)):
             if node is not None and node.is_kept and node.name == name:
                 yield node
 
-    def protect(self, node: Checkpoint | None) -> None:
-        """Make a checkpoint the last to be evicted, until the next call: a hit will read it."""
-        self._protected = node
-
     # Eviction
-
-    def _enter_pool(self, node: Checkpoint) -> None:
-        if node.name not in self.awaited:
-            node.place = len(self._pool)
-            self._pool.append(node)
-
-    def _leave_pool(self, node: Checkpoint) -> None:
-        if node.place != NOT_IN_POOL:
-            last = self._pool.pop()
-            if last is not node:
-                self._pool[node.place] = last
-                last.place = node.place
-            node.place = NOT_IN_POOL
 
     def evict_one(self) -> bool:
         """Evict the checkpoint that is worth least, or its end. Return whether there was any."""
-        node = self._victim()
+        node = self.pool.choose()
         if node is None:
             return False
-        self._measure(node)
-        self._price = self._policy.worth(node, self.points.time)
-        self._price_ends = self.points.time + self._price_bytes
         point, num_tokens, lost_bytes = node.point, node.num_tokens, self.num_lost_bytes
         cause = EvictionCause.END
         if self.parts.has_point_pages or not self._cut(node):
@@ -928,182 +853,10 @@ class CheckpointTree:
                 point,
                 num_tokens,
                 freed_bytes=self.num_lost_bytes - lost_bytes,
-                worth=self._price,
-                was_awaited=node.name in self.awaited,
+                worth=self.pool.price,
+                was_awaited=node.name in self.pool.awaited,
             )
         return True
-
-    def _victim(self) -> Checkpoint | None:
-        while self._upcoming:
-            node = self._upcoming.pop()
-            if node.place != NOT_IN_POOL and node is not self._protected:
-                return node
-        node = self._draw()
-        if node is not None:
-            return node
-        # Waiting requests will read all checkpoints that would free memory. The one read last is
-        # evicted.
-        awaited = [
-            (positions[0], node)
-            for name, positions in self.awaited.items()
-            for node in self._named(name)
-            if node is not self._protected
-        ]
-        for _, node in sorted(awaited, key=lambda each: each[0], reverse=True):
-            self._measure(node)
-            if node.own_bytes:
-                return node
-        # All other checkpoints are in use, or about to be read.
-        others = [*self._pool, *(node for _, node in awaited)]
-        protected = self._protected
-        last = protected if protected is not None and protected.is_kept else None
-        return next((each for each in others if each is not protected), last)
-
-    def next_rank(self) -> int:
-        """Return the rank of the last use of the checkpoint that is evicted next.
-
-        `evict_one` will evict this one, unless it is read before. `NOT_QUEUED` if all checkpoints
-        that would free memory are in use, or waiting requests will read them.
-        """
-        upcoming = self._upcoming
-        while upcoming:
-            rank = self._last_use(upcoming[-1])
-            if rank != NOT_QUEUED:
-                return rank
-            upcoming.pop()
-        node = self._draw()
-        if node is None:
-            return NOT_QUEUED
-        upcoming.append(node)
-        return self._last_use(node)
-
-    def _last_use(self, node: Checkpoint) -> int:
-        """Return the rank of the last use of what goes with a checkpoint in the pool.
-
-        `NOT_QUEUED` if it cannot be evicted now, or would free no memory.
-        """
-        if node.place == NOT_IN_POOL or node is self._protected:
-            return NOT_QUEUED
-        # As in `_measure`, the last page of each part tells whether it is used, and when it was.
-        lasts = [(self._tables[index].pages, pages[-1]) for index, pages in node.point_pages[-1:]]
-        lasts += [
-            (self._prefix_tables[0].pages, each.segment[0][-1])
-            for each in self._leaving(node)
-            if each.segment_bytes
-        ]
-        ranks = [table.rank(page) for table, page in lasts if table.stamps[page] >= 0]
-        return max(ranks, default=NOT_QUEUED)
-
-    def _draw(self, chosen: Collection[int] = ()) -> Checkpoint | None:
-        """Return the checkpoint worth least among some drawn ones. None if none frees memory.
-
-        Args:
-            chosen: Values of `id` of the checkpoints that were chosen already.
-        """
-        pool = self._pool
-        if len(pool) > NUM_DRAWN:
-            node = self._least_of(self._random.choices(pool, k=NUM_DRAWN), chosen)
-            if node is not None:
-                return node
-        return self._least_of(pool, chosen)
-
-    def _least_of(self, nodes: Sequence[Checkpoint], chosen: Collection[int]) -> Checkpoint | None:
-        time, worth = self.points.time, self._policy.worth
-        least, victim = 0.0, None
-        for node in nodes:
-            if node is self._protected or id(node) in chosen:
-                continue
-            self._measure(node)
-            if node.own_bytes:
-                value = worth(node, time)
-                if victim is None or value < least:
-                    least, victim = value, node
-        return victim
-
-    def _measure(self, node: Checkpoint) -> None:
-        """Count the tokens that a checkpoint saves, and the bytes that its eviction frees."""
-        before = node.kept_before
-        node.saved_tokens = node.num_tokens - (before.num_tokens if before is not None else 0)
-        num_bytes = 0
-        if node.point_pages:
-            index, pages = node.point_pages[-1]
-            # A request that goes on from here uses the end of a window for longest.
-            if self._tables[index].pages.stamps[pages[-1]] >= 0:
-                num_bytes = node.point_bytes
-        node.own_bytes = num_bytes + sum(
-            each.segment_bytes
-            for each in self._leaving(node)
-            if each.segment_bytes and not self._is_used(each)
-        )
-
-    @staticmethod
-    def _leaving(node: Checkpoint) -> Iterator[Checkpoint]:
-        """Yield the nodes whose segments go with a checkpoint.
-
-        These are the node itself, if it has no children, and the parents that nothing else needs.
-        """
-        num_others = 0
-        while node.parent is not None and node.num_children == num_others:
-            yield node
-            node, num_others = node.parent, 1
-            if node.is_kept:
-                break
-
-    def _is_used(self, node: Checkpoint) -> bool:
-        """Whether a request uses the end of a segment, and therefore all of it."""
-        return self._prefix_tables[0].pages.stamps[node.segment[0][-1]] < 0
-
-    def upcoming(self, num_bytes: int) -> list[tuple[Checkpoint, int]]:
-        """Return the checkpoints to be evicted next, and the bytes that each will free.
-
-        They are evicted in this order. A checkpoint without windows and states may go in part.
-
-        Args:
-            num_bytes: Bytes that the checkpoints have together, about.
-        """
-        self._upcoming = [node for node in self._upcoming if node.place != NOT_IN_POOL]
-        found = set(map(id, self._upcoming))
-        left = num_bytes - sum(node.own_bytes for node in self._upcoming)
-        least = max(1, self.parts.unit_bytes)
-        while left >= least:
-            node = self._draw(found)
-            # A checkpoint that is evicted whole is not next if far fewer bytes will probably go.
-            if node is None or (
-                self.parts.has_point_pages and node.own_bytes > UPCOMING_SLACK * left
-            ):
-                break
-            found.add(id(node))
-            self._upcoming.insert(0, node)
-            left -= node.own_bytes
-        chosen: list[tuple[Checkpoint, int]] = []
-        left = num_bytes
-        for node in reversed(self._upcoming):
-            chosen.append(
-                (node, node.own_bytes if self.parts.has_point_pages else min(left, node.own_bytes))
-            )
-            left -= chosen[-1][1]
-        return chosen
-
-    def pages_of(
-        self, node: Checkpoint, num_bytes: int
-    ) -> Iterator[tuple[Table, list[SmallPageId]]]:
-        """Yield the pages that go with a checkpoint, by page table.
-
-        Args:
-            node: The checkpoint.
-            num_bytes: Without windows and states, bytes at the end of its segment to which the
-                pages are limited.
-        """
-        for index, pages in node.point_pages:
-            yield self._tables[index], pages
-        for each in self._leaving(node):
-            if not each.segment_bytes:  # An image has no segment.
-                break
-            share = 1.0 if self.parts.has_point_pages else min(1.0, num_bytes / each.segment_bytes)
-            for table, pages in zip(self._prefix_tables, each.segment, strict=True):
-                yield table, pages[len(pages) - int(share * len(pages)) :]
-            if not self.parts.has_point_pages:
-                break
 
     def evict(self, node: Checkpoint) -> None:
         """Evict a checkpoint. Unused pages that no other checkpoint needs become empty."""
@@ -1120,7 +873,7 @@ class CheckpointTree:
 
     def _stop_keeping(self, node: Checkpoint, host: HostCache | None) -> None:
         """Stop keeping a point."""
-        self._leave_pool(node)
+        self.pool.leave(node)
         node.is_kept = False
         node.heir_of = None
         node.point = NO_POINT
@@ -1171,12 +924,12 @@ class CheckpointTree:
             table.assign_segment(pages, node, None)
             self._unpin(table, pages, self._host)
             node.segment_bytes -= len(pages) * table.spec.small_page_bytes
-        self._leave_pool(node)
+        self.pool.leave(node)
         del self._by_key[node.key]
         self._cut_nodes[node.name] = node
         node.key, node.num_tokens, node.end_tokens = key, num_tokens, end_tokens
         self._by_key[key] = node
-        self._enter_pool(node)
+        self.pool.enter(node)
         return True
 
     def _unpin(self, table: Table, pages: list[SmallPageId], host: HostCache | None) -> None:
@@ -1202,9 +955,7 @@ class CheckpointTree:
 
     def clear(self) -> None:
         """Forget everything. Pages are not touched."""
-        self._pool.clear()
-        self._upcoming.clear()
-        self._protected = None
+        self.pool.clear()
         for node in self._by_key.values():
             node.is_removed, node.parent = True, self._root
         self._by_key.clear()
@@ -1236,10 +987,7 @@ class CheckpointTree:
                     f"{children.get(id(node), 0)} found"
                 )
                 raise InvariantError(msg)
-        in_pool = {id(node) for node in nodes if node.is_kept and node.name not in self.awaited}
-        if in_pool != set(map(id, self._pool)) or len(in_pool) != len(self._pool):
-            msg = f"{len(in_pool)} checkpoints may be evicted, {len(self._pool)} are in the pool"
-            raise InvariantError(msg)
+        self.pool.check(nodes)
 
     def _check_node(self, node: Checkpoint) -> None:
         is_image = isinstance(node.key, tuple)
@@ -1251,8 +999,6 @@ class CheckpointTree:
             "neither kept nor needed": not node.is_kept and not node.num_children,
             "at a place where none is": not is_image and node.num_tokens % self.align_tokens,
             "not beyond its parent": parent is not None and node.num_tokens <= parent.num_tokens,
-            "in another place of the pool": node.place != NOT_IN_POOL
-            and self._pool[node.place : node.place + 1] != [node],
         }
         for index, table in enumerate(self._prefix_tables):
             if parent is None or is_image:

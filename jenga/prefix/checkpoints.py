@@ -443,11 +443,11 @@ class Checkpoints:
         node = None
         if hit.num_tokens and self.states:
             node = self._tree.node_at(hit.prefix_hashes, hit.num_tokens)
-        self._tree.protect(node)
+        self._tree.pool.protect(node)
 
     def copy_states(self, request: Request, hit: PrefixHit) -> None:
         """Order the copies with which an admitted request starts from the states of its hit."""
-        self._tree.protect(None)
+        self._tree.pool.protect(None)
         if not hit.num_tokens or not self.states:
             return
         self.num_states_read += 1

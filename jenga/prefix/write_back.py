@@ -76,8 +76,8 @@ class WriteBack:
         if not most_bytes:
             return []
         leaving: dict[int, list[SmallPageId]] = {}
-        for checkpoint, num_bytes in self._tree.upcoming(most_bytes):
-            for table, pages in self._tree.pages_of(checkpoint, num_bytes):
+        for checkpoint, num_bytes in self._tree.pool.upcoming(most_bytes):
+            for table, pages in self._tree.pool.pages_of(checkpoint, num_bytes):
                 stamps = table.pages.stamps
                 some = leaving.setdefault(table.index, [])
                 some += [page for page in pages if stamps[page] >= 0 and table.pins[page] == 1]

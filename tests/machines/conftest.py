@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.prefix import checkpoint_tree, checkpoints
+from jenga.prefix import checkpoint_tree, checkpoints, eviction_pool
 
 
 @pytest.fixture(autouse=True)
@@ -10,4 +10,4 @@ def _short_texts(monkeypatch):
     for module in (checkpoints, checkpoint_tree):
         monkeypatch.setattr(module, "QUESTION_TOKENS", 8)
     monkeypatch.setattr(checkpoint_tree, "CUT_TOKENS", 8)
-    monkeypatch.setattr(checkpoint_tree, "NUM_DRAWN", 4)
+    monkeypatch.setattr(eviction_pool, "NUM_DRAWN", 4)

@@ -398,7 +398,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request_id in self.waiting:
             self.manager.withdraw(request_id)
         self.manager.check()
-        assert not self.manager.prefix_cache.tree.awaited
+        assert not self.manager.prefix_cache.tree.pool.awaited
         memory = self.manager.memory()
         assert memory.used_bytes == sum(table.useless_bytes for table in memory.tables) == 0
         assert self.manager.reset_prefix_cache()

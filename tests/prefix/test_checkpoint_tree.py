@@ -9,7 +9,7 @@ from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
-from jenga.prefix import checkpoint_tree
+from jenga.prefix import checkpoint_tree, eviction_pool
 from jenga.tables.content_index import ContentIndex
 from tests.eviction.arena import FACTS, Arena, hashes
 from tests.machines.geometries import cross, full, geometry, sliding, state
@@ -281,7 +281,7 @@ def test_readers_of_a_guess_count_as_readers_of_the_branch(is_used):
     for _ in range(3):
         arena.tree.points.record_read(guess.point)
     if is_used:
-        arena.tree.await_point(TEXT[:16].encode(), 1)
+        arena.tree.pool.await_point(TEXT[:16].encode(), 1)
 
     branch = arena.written(TEXT[:40], 24, Kind.BRANCH)
 
@@ -292,7 +292,7 @@ def test_readers_of_a_guess_count_as_readers_of_the_branch(is_used):
 def test_an_awaited_guess_stays():
     arena = Arena(WINDOWED)
     arena.written(TEXT[:40], 16, Kind.BEFORE_END)
-    arena.tree.await_point(TEXT[:16].encode(), 1)
+    arena.tree.pool.await_point(TEXT[:16].encode(), 1)
 
     arena.written(TEXT[:40], 24, Kind.BRANCH)
 
@@ -410,13 +410,13 @@ def test_what_goes_next_is_what_was_said_to():
         arena.tree.points.record_admission(100)
     node_bytes = (4 + 3) * 64
 
-    chosen = [node for node, _ in arena.tree.upcoming(3 * node_bytes)]
+    chosen = [node for node, _ in arena.tree.pool.upcoming(3 * node_bytes)]
 
     assert [node.key[:1] for node in chosen] == [b"a", b"b", b"c"]
-    assert [node for node, _ in arena.tree.upcoming(node_bytes)] == chosen
+    assert [node for node, _ in arena.tree.pool.upcoming(node_bytes)] == chosen
     # One is read, and another waited for: those do not go next any more.
     arena.tree.admit(hashes("a" * 20), FACTS, hit_tokens=16, asked_tokens=16, computed_bytes=1)
-    arena.tree.await_point(b"b" * 16, 7)
+    arena.tree.pool.await_point(b"b" * 16, 7)
     gone = []
     for _ in range(3):
         before = set(arena.kept_points())
@@ -428,21 +428,21 @@ def test_what_goes_next_is_what_was_said_to():
 
 def test_the_checkpoint_whose_last_use_was_told_is_evicted_next():
     arena = Arena(WINDOWED, policy="lru")
-    assert arena.tree.next_rank() == NOT_QUEUED
+    assert arena.tree.pool.next_rank() == NOT_QUEUED
     for text in ("a" * 16, "b" * 16):
         arena.written(text, 16)
         arena.tree.points.record_admission(100)
 
-    first = arena.tree.next_rank()
-    assert arena.tree.next_rank() == first
+    first = arena.tree.pool.next_rank()
+    assert arena.tree.pool.next_rank() == first
     assert len(arena.kept_points()) == 2
     # One is read, so the other is next, whose pages were left later.
     arena.tree.admit(hashes("a" * 20), FACTS, hit_tokens=16, asked_tokens=16, computed_bytes=1)
-    assert arena.tree.next_rank() > first
+    assert arena.tree.pool.next_rank() > first
     arena.tree.evict_one()
     assert [key[:1] for key in arena.kept_points()] == ["a"]
-    arena.tree.await_point(b"a" * 16, 7)
-    assert arena.tree.next_rank() == NOT_QUEUED
+    arena.tree.pool.await_point(b"a" * 16, 7)
+    assert arena.tree.pool.next_rank() == NOT_QUEUED
     arena.check()
 
 
@@ -450,11 +450,11 @@ def test_of_a_checkpoint_that_is_cut_only_the_end_is_said_to_go_next():
     arena = Arena(FULL)
     node = arena.written(TEXT[:40], 40)
 
-    ((chosen, num_bytes),) = arena.tree.upcoming(3 * 64 + 10)
+    ((chosen, num_bytes),) = arena.tree.pool.upcoming(3 * 64 + 10)
 
     assert chosen is node
     assert num_bytes == 3 * 64 + 10
-    ((table, pages),) = arena.tree.pages_of(node, num_bytes)
+    ((table, pages),) = arena.tree.pool.pages_of(node, num_bytes)
     assert table.keys_of(pages) == hashes(TEXT[:40])[-3:]
 
 
@@ -463,9 +463,9 @@ def test_of_a_checkpoint_that_goes_whole_all_is_said_to_go_or_nothing():
     node = arena.written(TEXT[:32], 32)
     own_bytes = 8 * 32 + 64 + 128
 
-    assert arena.tree.upcoming(own_bytes // 2) == []
-    assert arena.tree.upcoming(own_bytes * 9 // 10) == [(node, own_bytes)]
-    pages = {table.spec.name: pages for table, pages in arena.tree.pages_of(node, own_bytes)}
+    assert arena.tree.pool.upcoming(own_bytes // 2) == []
+    assert arena.tree.pool.upcoming(own_bytes * 9 // 10) == [(node, own_bytes)]
+    pages = {table.spec.name: pages for table, pages in arena.tree.pool.pages_of(node, own_bytes)}
     assert {name: len(some) for name, some in pages.items()} == {"full": 8, "one": 1, "other": 1}
 
 
@@ -540,7 +540,7 @@ def test_bytes_that_come_free_and_tokens_saved_are_those_of_one_checkpoint():
     first = arena.written(TEXT[:40], 16)
     second = arena.written(TEXT[:40], 40)
     for node in (first, second):
-        arena.tree._measure(node)
+        arena.tree.pool.measure(node)
 
     # A window of 10 tokens is three pages; keys and values of the first are the second's too.
     assert (first.saved_tokens, first.own_bytes) == (16, 3 * 64)
@@ -548,7 +548,7 @@ def test_bytes_that_come_free_and_tokens_saved_are_those_of_one_checkpoint():
     lost = arena.tree.num_lost_bytes
     arena.tree.evict(second)
     assert arena.tree.num_lost_bytes - lost == second.own_bytes
-    arena.tree._measure(first)
+    arena.tree.pool.measure(first)
     assert first.own_bytes == (4 + 3) * 64
 
 
@@ -560,9 +560,9 @@ def test_awaited_checkpoints_go_last_and_of_them_what_is_read_last_goes_first():
     for number, name in enumerate("abcd"):
         arena.written(name * 16, 16)
         if name != "b":
-            arena.tree.await_point((name * 16).encode(), (5, 0, 3, 9)[number])
+            arena.tree.pool.await_point((name * 16).encode(), (5, 0, 3, 9)[number])
         arena.check()
-    arena.tree.await_point(b"d" * 16, 1)
+    arena.tree.pool.await_point(b"d" * 16, 1)
 
     gone = []
     while arena.tree.evict_one():
@@ -574,16 +574,16 @@ def test_awaited_checkpoints_go_last_and_of_them_what_is_read_last_goes_first():
 
 def test_a_checkpoint_made_while_it_is_waited_for_is_awaited():
     arena = Arena(WINDOWED)
-    assert arena.tree.await_point(b"a" * 16, 4)
-    assert not arena.tree.await_point(b"a" * 16, 2)
+    assert arena.tree.pool.await_point(b"a" * 16, 4)
+    assert not arena.tree.pool.await_point(b"a" * 16, 2)
     arena.written("a" * 16, 16)
     arena.written("b" * 16, 16)
 
     arena.tree.evict_one()
     assert arena.is_kept("a" * 16, 16)
-    assert not arena.tree.await_no_more(b"a" * 16, 4)
+    assert not arena.tree.pool.await_no_more(b"a" * 16, 4)
     arena.check()
-    assert arena.tree.await_no_more(b"a" * 16, 2)
+    assert arena.tree.pool.await_no_more(b"a" * 16, 2)
     arena.check()
     assert arena.tree.evict_one()
     assert not arena.is_kept("a" * 16, 16)
@@ -596,11 +596,11 @@ def test_a_protected_checkpoint_is_the_last_to_go(num_others, is_upcoming):
     node = arena.written(TEXT[:16], 16)
     for number in range(num_others):
         arena.written(f"{number}" * 16, 16)
-    arena.tree.await_point(b"1" * 16, 1)
+    arena.tree.pool.await_point(b"1" * 16, 1)
     if is_upcoming:
-        assert arena.tree.upcoming(1 << 20)[0][0] is node
+        assert arena.tree.pool.upcoming(1 << 20)[0][0] is node
 
-    arena.tree.protect(node)
+    arena.tree.pool.protect(node)
     for _ in range(num_others):
         assert arena.tree.evict_one()
         assert arena.is_kept(TEXT, 16)
@@ -780,7 +780,7 @@ def spoil_pins(arena, node):
 
 
 def spoil_pool(arena, node):
-    arena.tree._pool.remove(node)
+    arena.tree.pool._nodes.remove(node)
 
 
 def spoil_children(_arena, node):
@@ -877,7 +877,7 @@ class Random:
         )
 
     def evict(self):
-        num_before = len(self.arena.tree._pool)
+        num_before = len(self.arena.tree.pool._nodes)
         assert self.arena.tree.evict_one() or not num_before
 
     def evict_any(self):
@@ -902,16 +902,16 @@ class Random:
     def wait(self):
         key = self.random.choice([*self.arena.tree._by_key, self.text().encode()])
         self.awaited.append((key, self.random.randint(0, 9)))
-        self.arena.tree.await_point(*self.awaited[-1])
+        self.arena.tree.pool.await_point(*self.awaited[-1])
 
     def wait_no_more(self):
         if self.awaited:
             index = self.random.randrange(len(self.awaited))
-            self.arena.tree.await_no_more(*self.awaited.pop(index))
+            self.arena.tree.pool.await_no_more(*self.awaited.pop(index))
 
     def protect(self):
         kept = [node for node in self.arena.tree._by_key.values() if node.is_kept]
-        self.arena.tree.protect(self.random.choice([*kept, None]))
+        self.arena.tree.pool.protect(self.random.choice([*kept, None]))
 
     def take_answer(self):
         nodes = [node for node in self.arena.tree._by_key.values() if isinstance(node.key, bytes)]
@@ -919,9 +919,9 @@ class Random:
             self.arena.release(self.arena.tree.take_states(self.random.choice(nodes)))
 
     def look_ahead(self):
-        for node, num_bytes in self.arena.tree.upcoming(self.random.choice([0, 100, 1000])):
+        for node, num_bytes in self.arena.tree.pool.upcoming(self.random.choice([0, 100, 1000])):
             assert node.is_kept
-            for table, pages in self.arena.tree.pages_of(node, num_bytes):
+            for table, pages in self.arena.tree.pool.pages_of(node, num_bytes):
                 assert all(table.pins[page] for page in pages)
 
     def image(self):
@@ -985,10 +985,10 @@ def test_states_are_not_skipped_if_a_request_waits_for_them_or_the_policy_cannot
     arena = by_saved_tokens(monkeypatch, STATES)
     arena.written(TEXT[:32], 32)
     key = TEXT[::-1][:16].encode()
-    arena.tree.await_point(key, 3)
+    arena.tree.pool.await_point(key, 3)
 
     assert not skips(arena, TEXT[::-1], 16)
-    arena.tree.await_no_more(key, 3)
+    arena.tree.pool.await_no_more(key, 3)
     assert skips(arena, TEXT[::-1], 16)
 
     arena = Arena(STATES, policy="lru")
@@ -999,7 +999,7 @@ def test_states_are_not_skipped_if_a_request_waits_for_them_or_the_policy_cannot
 def test_states_are_skipped_if_only_what_others_wait_for_could_make_room(monkeypatch):
     arena = by_saved_tokens(monkeypatch, STATES)
     arena.written(TEXT[:32], 32)
-    arena.tree.await_point(TEXT[:32].encode(), 3)
+    arena.tree.pool.await_point(TEXT[:32].encode(), 3)
 
     assert skips(arena, TEXT[::-1], 48)
 
@@ -1008,7 +1008,7 @@ def test_states_are_skipped_if_only_what_others_wait_for_could_make_room(monkeyp
 @pytest.mark.parametrize("cut", CUTS, ids=CUT_IDS)
 @pytest.mark.parametrize("num_drawn", [3, 64])
 def test_checkpoints_are_whole_whatever_is_done(cut, ahead_tokens, num_drawn, monkeypatch):
-    monkeypatch.setattr(checkpoint_tree, "NUM_DRAWN", num_drawn)
+    monkeypatch.setattr(eviction_pool, "NUM_DRAWN", num_drawn)
     for seed in range(6):
         machine = Random(
             cut,
@@ -1020,8 +1020,8 @@ def test_checkpoints_are_whole_whatever_is_done(cut, ahead_tokens, num_drawn, mo
         for _ in range(80):
             machine.step()
         for key, position in machine.awaited:
-            machine.arena.tree.await_no_more(key, position)
-        machine.arena.tree.protect(None)
+            machine.arena.tree.pool.await_no_more(key, position)
+        machine.arena.tree.pool.protect(None)
         evict_all(machine.arena)
         assert not machine.arena.tree._by_key
         assert all(not any(table.pins) for table in machine.arena.tables)
