@@ -25,7 +25,7 @@ from typing import cast
 
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
-from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, RememberedPoints, past_of
+from jenga.eviction.points import NO_POINT, Kind, Past, RememberedPoints, past_of
 from jenga.eviction.policy import EvictionPolicy
 from jenga.page_ids import SmallPageId
 from jenga.policies import RequestFacts
@@ -289,90 +289,6 @@ class CheckpointTree:
         if kind == Kind.BRANCH:
             self._drop_guess(node)
         return node
-
-    def turns_down(
-        self,
-        node_before: Checkpoint,
-        prefix_hashes: Sequence[bytes],
-        num_tokens: int,
-        kind: Kind,
-        past: Past,
-    ) -> bool:
-        """Remember a point without a checkpoint, if it is a guess and not worth its memory.
-
-        Only windows can wait like this. While their pages are cached, a hit makes a checkpoint of
-        them. States that are not kept are lost.
-
-        Args:
-            node_before: A node before the point on the same text.
-            prefix_hashes: Prefix hashes of the text.
-            num_tokens: Place of the point.
-            kind: Kind of the point.
-            past: Past of the points that the request leaves.
-
-        Returns:
-            Whether the point is remembered without a checkpoint.
-        """
-        price = self.pool.price
-        if (
-            kind not in GUESSES
-            or self._state_tables
-            or not self._window_tables
-            or price is None
-            or not self.pool.weighs_guesses
-        ):
-            return False
-        node = self.node_at(prefix_hashes, num_tokens)
-        if node is not None and node.is_kept:
-            return False
-        key = prefix_hashes[num_tokens // self._hash_tokens - 1]
-        guess = self._guess(node_before, key, num_tokens, kind, past)
-        new_tokens = max(0, num_tokens - node_before.still_there.num_tokens)
-        guess.own_bytes = self.parts.fixed_bytes + int(self.parts.token_bytes * new_tokens)
-        if self.pool.worth(guess) >= price:
-            return False
-        self.points.record_point(key, num_tokens, kind, past)
-        return True
-
-    def _guess(
-        self, node_before: Checkpoint, key: bytes, num_tokens: int, kind: Kind, past: Past
-    ) -> Checkpoint:
-        """Return what would be kept at a point, for the policy to compare. It has no bytes yet."""
-        before = node_before.still_there
-        if not before.is_kept:
-            before = before.kept_before
-        guess = Checkpoint(key, num_tokens, num_tokens, None)
-        guess.point = Point(key, num_tokens, kind, past, self.points.time)
-        guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
-        return guess
-
-    def skips_states(
-        self, node_before: Checkpoint, key: bytes, num_tokens: int, kind: Kind, past: Past
-    ) -> Point | None:
-        """Remember a point without its states, if they are worth less than what they would evict.
-
-        Call this if a copy of the states would evict a checkpoint.
-
-        Args:
-            node_before: A node before the point on the same text.
-            key: Hash of the tokens up to the point.
-            num_tokens: Place of the point.
-            kind: Kind of the point.
-            past: Past of the points that the request leaves.
-
-        Returns:
-            The point. None if its states should be kept: a waiting request will read them, or they
-            are worth more than what is evicted next.
-        """
-        if key in self.pool.awaited or not self.pool.weighs_guesses:
-            return None
-        guess = self._guess(node_before, key, num_tokens, kind, past)
-        # Its keys and values are cached in any case, as long as the request runs.
-        guess.own_bytes = self.parts.state_bytes
-        victim = self.pool.draw()
-        if victim is not None and self.pool.worth(guess) >= self.pool.worth(victim):
-            return None
-        return self.points.record_point(key, num_tokens, kind, past)
 
     def _drop_guess(self, node: Checkpoint) -> None:
         """Drop a guessed point before the end of a prompt, now that the real branch is known.

@@ -27,6 +27,7 @@ from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
 from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
+from jenga.prefix.new_points import NewPoints
 from jenga.tables.page_table import Table
 from jenga.tables.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, StatePage
 
@@ -55,6 +56,7 @@ class Checkpoints:
         "_hash_tokens",
         "_host",
         "_in_passing",
+        "_new_points",
         "_tables",
         "_token_bytes",
         "_tree",
@@ -95,6 +97,7 @@ class Checkpoints:
         self.states = tuple(table for table in tables if table.policy.is_overwritten)
         self._allocator = allocator
         self._tree = tree
+        self._new_points = NewPoints(tree)
         self._eviction_notices = eviction_notices
         self._copies = copies
         self._hash_tokens = hash_tokens
@@ -306,7 +309,7 @@ class Checkpoints:
         if kind is None:
             kind = Kind.ANSWER_END if is_answer else Kind.BRANCH
         past = request.checkpoints.points_past
-        point = self._tree.skips_states(before, key, num_tokens, kind, past)
+        point = self._new_points.skips_states(before, key, num_tokens, kind, past)
         if is_answer:
             request.checkpoints.skipped_answer = point
         return point is not None
@@ -340,7 +343,7 @@ class Checkpoints:
 
     def _make(self, request: Request, num_tokens: int, kind: Kind) -> None:
         pages = request.checkpoints.pending.pop(num_tokens, ())
-        if request.checkpoints.last_checkpoint is not None and self._tree.turns_down(
+        if request.checkpoints.last_checkpoint is not None and self._new_points.turns_down(
             request.checkpoints.last_checkpoint,
             request.prefix_hashes,
             num_tokens,

@@ -10,6 +10,7 @@ from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
 from jenga.prefix import checkpoint_tree, eviction_pool
+from jenga.prefix.new_points import NewPoints
 from jenga.tables.content_index import ContentIndex
 from tests.eviction.arena import FACTS, Arena, hashes
 from tests.machines.geometries import cross, full, geometry, sliding, state
@@ -471,7 +472,9 @@ def test_of_a_checkpoint_that_goes_whole_all_is_said_to_go_or_nothing():
 
 def turned_down(arena, text, num_tokens, kind=Kind.PROMPT_END):
     stand = arena.tree.last_node(hashes(text), FACTS, 0)
-    is_turned_down = arena.tree.turns_down(stand, hashes(text), num_tokens, kind, Past.NEW_TEXT)
+    is_turned_down = NewPoints(arena.tree).turns_down(
+        stand, hashes(text), num_tokens, kind, Past.NEW_TEXT
+    )
     arena.check()
     return is_turned_down
 
@@ -960,7 +963,7 @@ def test_a_prompt_takes_little_up_to_an_eighth_of_what_it_finds(cut, hit_tokens,
 def skips(arena, text, num_tokens, *, hit_tokens=0, kind=Kind.ANSWER_END):
     stand = arena.tree.last_node(hashes(text), FACTS, hit_tokens)
     key = text[:num_tokens].encode()
-    point = arena.tree.skips_states(stand, key, num_tokens, kind, Past.NEW_TEXT)
+    point = NewPoints(arena.tree).skips_states(stand, key, num_tokens, kind, Past.NEW_TEXT)
     arena.check()
     assert point is None or arena.tree.points.get(key) is point
     return point is not None
