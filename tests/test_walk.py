@@ -6,8 +6,11 @@ from jenga.models.known import known_model
 from jenga.planning.planner import plan
 from tests.walk import arrows_of, main, walks
 
-MOST_FILES = 32
-"""Files of an admission that finds a part of its prompt."""
+MOST_FILES = 33
+"""Files of an admission that finds a part of its prompt.
+
+The tree of checkpoints and the choice of what is evicted are two of them.
+"""
 
 
 def test_a_decode_step_of_a_model_with_states_goes_down_and_comes_back_once():
