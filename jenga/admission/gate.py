@@ -137,7 +137,7 @@ class AdmissionGate:
     ) -> None:
         """Record that a request was admitted."""
         wait_queue = self.wait_queue
-        if hit is not None and start is not None and not self._is_sample(request_id, hit, start):
+        if hit is not None and start is not None and not self._goes_on(request_id, start):
             if self._requests[request_id].checkpoints.points_past == Past.TURN:
                 # No other request reads the prefix that a conversation continues.
                 reread_tokens = wait_queue.reread_by(request_id)
@@ -146,13 +146,12 @@ class AdmissionGate:
             self._reserve.count_admission(reread_tokens, hit.asked_tokens)
         wait_queue.start_running(request_id)
 
-    def _is_sample(self, request_id: str, hit: PrefixHit, start: HitStart) -> bool:
-        """Whether a running request has the same prompt.
+    def _goes_on(self, request_id: str, start: HitStart) -> bool:
+        """Whether a request begins with the prompt of a running one, and reads what is in use.
 
-        Such a request reads what is in use. It does not show that cached content is read again.
+        Such a request does not show that cached content is read again.
         """
         shared = [sharing for sharing in start.sharing if sharing is not None and sharing.pages]
         if not shared or any(sharing.num_revived for sharing in shared):
             return False
-        known_tokens = max(hit.branch_tokens, self.wait_queue.shared_tokens(request_id))
-        return self.wait_queue.covers_prompt(known_tokens, hit.asked_tokens)
+        return self.wait_queue.continues_running(request_id)

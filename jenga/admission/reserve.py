@@ -9,8 +9,9 @@ Memory kept from running requests costs throughput, so the reserve is limited in
 
 - It is scaled by the share of prompt tokens that other requests have in common, among recent
   requests and those of the queue. If prompts are not read again, nothing is left. A conversation
-  that continues does not count, because no other request reads its prefix. Nor does a further
-  sample of a prompt, because it reads what a running request has.
+  that continues does not count, because no other request reads its prefix. Nor does a request that
+  goes on from the prompt of a running one, as a further sample or an early next turn. It reads what
+  is in use.
 - It shrinks with the share of prompts in the engine's work. A step reads the weights even if it
   decodes for few requests. That takes as long as some hundred tokens of a prompt, or some thousand
   for a mixture of experts. If decoding takes most of the time, a running request is worth more than

@@ -51,6 +51,7 @@ class WaitingRequest:
         branch_tokens: Number of first tokens shared with cached content or with a request before
             it.
         reread_tokens: Number of first tokens shared with a running request or a request before it.
+        continues_other: Whether it begins with the whole prompt of one of them.
         keys: Names of the points that it will read. Empty until the request was looked up.
     """
 
@@ -61,6 +62,7 @@ class WaitingRequest:
     facts: RequestFacts
     branch_tokens: int = 0
     reread_tokens: int = 0
+    continues_other: bool = False
     keys: list[Hashable] = field(default_factory=list[Hashable])
 
 
@@ -69,7 +71,7 @@ class WaitQueue:
 
     Attributes:
         reread_tokens: Sum of `WaitingRequest.reread_tokens` over all requests that were looked up
-            and wait, without further samples of a prompt.
+            and wait, without those that begin with the whole prompt of another request.
         asked_tokens: Number of tokens of these requests, without the last token of each.
     """
 
@@ -250,7 +252,10 @@ class WaitQueue:
         )
         waiter.reread_tokens = self._shared_tokens(waiter)
         waiter.branch_tokens = max(hit.num_tokens, waiter.reread_tokens)
-        if not self._is_sample(waiter):
+        waiter.continues_other = any(
+            self._continues(waiter, other) for other in self._others_before(waiter)
+        )
+        if not waiter.continues_other:
             self.reread_tokens += waiter.reread_tokens
             self.asked_tokens += asked_tokens
         waiter.keys = self._keys(waiter, hit.num_tokens)
@@ -283,13 +288,17 @@ class WaitQueue:
         """Return the most first tokens shared with a running request or a request before it."""
         num_shared = 0
         has_states = any(table.policy.is_overwritten for table in self._tables)
-        ahead = (each for each in self._followed.values() if each.position < waiter.position)
-        for other in chain(self._running.values(), ahead):
+        for other in self._others_before(waiter):
             more = self._shared_hashes(waiter, other, num_shared)
             # No state is kept after the end of a prompt.
             end = (other.num_tokens - 1) // self._hash_tokens
             num_shared = max(num_shared, min(more, end) if has_states else more)
         return num_shared * self._hash_tokens
+
+    def _others_before(self, waiter: WaitingRequest) -> Iterator[WaitingRequest]:
+        """Yield the running requests, and those before a request in the queue."""
+        ahead = (each for each in self._followed.values() if each.position < waiter.position)
+        return chain(self._running.values(), ahead)
 
     def _shared_hashes(self, waiter: WaitingRequest, other: WaitingRequest, at_least: int) -> int:
         """Number of hashes that two requests begin with, without those of the last token.
@@ -310,19 +319,30 @@ class WaitQueue:
                 high = middle - 1
         return low
 
-    def covers_prompt(self, shared_tokens: int, asked_tokens: int) -> bool:
-        """Whether a shared prefix is all of a prompt, up to the last prefix hash."""
-        return shared_tokens > asked_tokens - self._hash_tokens
+    def continues_running(self, request_id: str) -> bool:
+        """Whether a request begins with the whole prompt of a running one.
 
-    def _is_sample(self, waiter: WaitingRequest) -> bool:
-        """Whether a running request, or one before it in the queue, has the same prompt."""
-        return self.covers_prompt(waiter.reread_tokens, waiter.num_tokens - 1)
+        It is a further sample of the prompt, or a later turn of the conversation.
+        """
+        waiter = self._waiters.get(request_id)
+        return waiter is not None and any(
+            self._continues(waiter, other) for other in self._running.values()
+        )
+
+    def _continues(self, waiter: WaitingRequest, other: WaitingRequest) -> bool:
+        """Whether a request begins with all prefix hashes of another one's prompt."""
+        num_hashes = (other.num_tokens - 1) // self._hash_tokens
+        return (
+            waiter is not other
+            and 0 < num_hashes <= len(waiter.prefix_hashes)
+            and waiter.prefix_hashes[num_hashes - 1] == other.prefix_hashes[num_hashes - 1]
+        )
 
     def _leave_queue(self, request_id: str, waiter: WaitingRequest) -> None:
         self._unknown.pop(request_id, None)
         if self._followed.pop(request_id, None) is None:
             return
-        if not self._is_sample(waiter):
+        if not waiter.continues_other:
             self.reread_tokens -= waiter.reread_tokens
             self.asked_tokens -= waiter.num_tokens - 1
         for key in waiter.keys:
@@ -340,7 +360,7 @@ class WaitQueue:
         if expected != awaited:
             msg = f"{len(expected)} points are waited for, {len(awaited)} are noted"
             raise InvariantError(msg)
-        followed = [each for each in self._followed.values() if not self._is_sample(each)]
+        followed = [each for each in self._followed.values() if not each.continues_other]
         reread_tokens = sum(waiter.reread_tokens for waiter in followed)
         asked_tokens = sum(waiter.num_tokens - 1 for waiter in followed)
         if (reread_tokens, asked_tokens) != (self.reread_tokens, self.asked_tokens):
