@@ -156,22 +156,26 @@ def test_nothing_is_left_for_conversations_which_no_other_request_reads():
     assert refused["articles"] > 0
 
 
-def test_nothing_is_left_for_samples_of_a_prompt_that_is_in_use():
+def test_nothing_is_left_for_requests_that_go_on_from_a_running_one():
+    # Samples have the same prompt, and early turns begin with the prompt before them.
     refused = {}
-    for kind in ("samples", "repeated"):
+    for kind in ("samples", "early turns", "repeated"):
         manager = manager_of(FULL, 1 + 14, left_share=0.9, step_tokens=0)
         for number in range(4):
-            prefix = f"a{number}" if kind == "samples" else "a"
-            names = [f"{number} {sample}" for sample in range(3)]
-            for name in names:
-                manager.announce(name, hashes(81, name=prefix), num_tokens=81)
+            prefix = f"a{number}" if kind != "repeated" else "a"
+            lengths = (49, 65, 81) if kind == "early turns" else (81, 81, 81)
+            for place, length in enumerate(lengths):
+                manager.announce(
+                    f"{number} {place}", hashes(length, name=prefix), num_tokens=length
+                )
             for _ in range(3):
                 manager.new_step()
-            for name in names:
-                compute(manager, name, 81, prefix=prefix, free=kind == "repeated")
-            if kind == "samples":
-                for name in names:
-                    manager.free(name)
+            for place, length in enumerate(lengths):
+                name = f"{number} {place}"
+                compute(manager, name, length, prefix=prefix, free=kind == "repeated")
+            if kind != "repeated":
+                for place in range(3):
+                    manager.free(f"{number} {place}")
         compute(manager, "runs", 80, prefix="b", free=False)
         try:
             admit(manager, "new", 80, prefix="c")
