@@ -24,7 +24,7 @@ from perf.serving.rows import append, read
 from perf.serving.run import Runner
 from perf.serving.search import highest, rate_at, step_of
 from perf.serving.suite import Plan, measure, rate_of_load
-from perf.serving.table import as_markdown
+from perf.serving.table import as_markdown, read_causes
 
 SMALL = Cell("llama-3.1-8b", 0.25, "articles", 0)
 
@@ -403,3 +403,13 @@ def test_the_quick_selection_is_part_of_the_whole():
     assert set(command.QUICK["models"]) <= set(MODELS)
     assert set(command.QUICK["workloads"]) <= set(WORKLOADS)
     assert set(command.QUICK["loads"]) <= set(LOADS)
+
+
+def test_every_loss_has_a_cause_and_the_page_of_all_cells_is_that_of_the_rows():
+    out = command.OUT
+    rows = read([out])
+    causes = read_causes(out.with_name("serving_causes.json"))
+
+    assert {loss.name for loss in Results(rows).losses} == causes.keys()
+    assert all(causes.values())
+    assert out.with_suffix(".md").read_text(encoding="utf-8") == as_markdown(rows, causes=causes)
