@@ -19,6 +19,12 @@ IDLE_STEPS = 16
 It is larger than the number of ranks of a pipeline.
 """
 
+LONG_QUEUE = 3
+"""Number of waiting requests from which on an admission is held back for the cache.
+
+The request that is held back waits longer, and those behind it gain.
+"""
+
 
 class AdmissionGate:
     """Applies the rules of admission, and informs the wait queue and the checkpoints.
@@ -96,13 +102,15 @@ class AdmissionGate:
         It is 0 for a request that takes little beside what it finds, because waiting would save
         nothing. It is also 0 when no request is running. A request that took part in no step for
         `IDLE_STEPS` steps, as a session between two turns, counts as not running. It will not free
-        anything by itself.
+        anything by itself. Nor is anything left for a queue that is known to be short.
         """
         if all(request.last_step < step - IDLE_STEPS for request in self._requests.values()):
             return 0
         if start is not None and self._checkpoints.takes_little(start.hit):
             return 0
         wait_queue = self.wait_queue
+        if 0 < wait_queue.num_waiting < LONG_QUEUE:
+            return 0
         return self._reserve.large_pages_to_leave(
             start.sharing if start is not None else None,
             reread_tokens=wait_queue.reread_tokens,

@@ -160,6 +160,11 @@ class WaitQueue:
         else:
             self._unknown[request_id] = waiter
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of announced requests that were not admitted, or 0 if the queue is not followed."""
+        return len(self._unknown) + len(self._followed)
+
     def begin_step(self, step: int) -> None:
         """Look up requests that have waited for more than a step.
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission.gate import IDLE_STEPS
+from jenga.admission.gate import IDLE_STEPS, LONG_QUEUE
 from jenga.admission.reserve import REMEMBERED_REQUESTS, CacheReserve
 from jenga.arena.small_pages import Sharing
 from jenga.errors import OutOfPagesError, TooEarlyError
@@ -21,7 +21,7 @@ def manager_of(cut, num_large_pages, **options):
     return Manager(cut, num_large_pages=num_large_pages, prefix_caching=True, **options)
 
 
-def crowded(*, num_steps_alone=0, **options):
+def crowded(*, num_steps_alone=0, num_waiting=LONG_QUEUE, **options):
     """Of 14 pages a running request has 5, another 5 are waited for, and most were read before."""
     manager = manager_of(FULL, 1 + 14, **{"left_share": 0.9, "step_tokens": 0} | options)
     for number in range(8):
@@ -29,8 +29,15 @@ def crowded(*, num_steps_alone=0, **options):
     for _ in range(num_steps_alone):
         manager.new_step()
     wait(manager, "waits", 81, prefix="a")
+    lengthen_queue(manager, num_waiting - 1)
     compute(manager, "runs", 80, prefix="b", free=False)
     return manager
+
+
+def lengthen_queue(manager, num_requests, *, name="waits too"):
+    """Announce requests that read nothing."""
+    for number in range(num_requests):
+        manager.announce(f"{name} {number}", hashes(1, name="a"), num_tokens=1)
 
 
 def admit(manager, name, num_tokens, *, prefix):
@@ -102,6 +109,19 @@ def test_a_running_request_may_have_everything():
     manager.check()
 
 
+@pytest.mark.parametrize("num_waiting", [1, LONG_QUEUE - 1])
+def test_nothing_is_left_where_few_requests_wait(num_waiting):
+    manager = crowded(num_waiting=num_waiting)
+
+    admit(manager, "new", 80, prefix="c")
+
+    assert hit_tokens(manager, 81, prefix="a") < 80
+    lengthen_queue(manager, LONG_QUEUE - num_waiting, name="came later")
+    with pytest.raises(OutOfPagesError, match="more left to others"):
+        admit(manager, "another", 32, prefix="d")
+    manager.check()
+
+
 def test_nothing_is_left_if_the_share_is_nothing():
     manager = crowded(left_share=0)
 
@@ -123,6 +143,7 @@ def test_awaited_states_are_left_only_as_far_as_prompts_are_read_again():
         assert manager.keep_state("runs", keys[2], 48)
         manager.take_copies()
         wait(manager, "waits", 64, prefix="runs")
+        lengthen_queue(manager, LONG_QUEUE - 1)
         # All but the pages of the running request, its state, the state kept and its own.
         try:
             admit(manager, "new", 16 * (16 - 4 - 1 - 1), prefix="new")
