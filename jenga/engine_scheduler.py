@@ -276,7 +276,7 @@ def make_engine(
     Raises:
         ValueError: The manager is unknown, or refuses the model, the arena or a setting.
     """
-    model, arena_bytes = machine.model, machine.arena_bytes
+    model, arena_bytes = machine.model_of(manager), machine.arena_bytes
     if manager not in MANAGERS:
         msg = (
             f"manager must be {' or '.join(MANAGERS)} under vLLM's scheduler, which knows no "

@@ -162,7 +162,7 @@ class WaitQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of announced requests that were not admitted, or 0 if the queue is not followed."""
+        """Number of announced requests that were not admitted. It is 0 if none is followed."""
         return len(self._unknown) + len(self._followed)
 
     def begin_step(self, step: int) -> None:

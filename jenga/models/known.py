@@ -5,7 +5,7 @@ decide the size of a token or a state. It also holds the number of parameters, a
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from jenga.models.config import Config, load_config
-from jenga.models.options import KvFormat, ReadOptions
+from jenga.models.options import KvFormat, ReadOptions, default_history_tokens
 from jenga.models.quantized import QUANTIZATION_FILE, kv_format_of, quantization_of
 from jenga.models.reader import read_config
 from jenga.models.weights import Weights, find_weights
@@ -91,6 +91,21 @@ class ModelFacts:
             ValueError: See `jenga.models.read_model`.
         """
         return self.reader(self.config, name=self.name, options=options)
+
+    def engine_options(self, options: ReadOptions) -> ReadOptions:
+        """Return the options of an engine that is not told whether to keep histories.
+
+        With drafts it keeps them in models that have layers for that.
+        """
+        num_tokens = default_history_tokens(options.draft_tokens)
+        if not num_tokens:
+            return options
+        with_histories = replace(options, history_tokens=num_tokens)
+        try:
+            self.spec(with_histories)
+        except ValueError:
+            return options
+        return with_histories
 
 
 def known_names() -> tuple[str, ...]:

@@ -10,6 +10,10 @@ _INT4_ROW_ELEMENTS = 32
 """A 4-bit vector must have a multiple of this many elements, so that 16 bytes load at once."""
 
 _NVFP4_GROUP_ELEMENTS = 16
+
+DRAFTED_HISTORY_TOKENS = 16
+"""Least tokens of a history that an engine keeps by itself, which it does with drafts."""
+
 _DS_MLA_GROUP_ELEMENTS = 128
 
 
@@ -33,6 +37,15 @@ class KvFormat(Enum):
     INT4_PER_TOKEN_HEAD = "int4_per_token_head"
     NVFP4 = "nvfp4"
     DS_MLA = "ds_mla"
+
+
+def default_history_tokens(draft_tokens: int) -> int:
+    """Return the tokens of the histories that an engine keeps if nobody asks for a length.
+
+    Without drafts there are none. With drafts one state and a history take less memory than a state
+    for each drafted token.
+    """
+    return max(DRAFTED_HISTORY_TOKENS, 2 * (1 + draft_tokens)) if draft_tokens else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from jenga.models.names import (
 from jenga.models.options import ReadOptions
 from jenga.models.readers import attention, designs, latent, published, recurrent
 from jenga.models.readers.attention import Reader
-from jenga.models.readers.layers import HISTORY, image_embedding
+from jenga.models.readers.layers import image_embedding, keeps_history
 from jenga.models.readers.token_budgets import with_token_budgets
 from jenga.models.readers.vision import VISION_MODELS
 from jenga.spec import LayerType, ModelSpec
@@ -182,10 +182,7 @@ def read_config(config: Config, *, name: str, options: ReadOptions | None = None
     """Read layer types as `read_model` does, from fields that are already loaded."""
     options = options or ReadOptions()
     spec = _read(config, name=name, options=options)
-    parts = [
-        part for each in spec.layer_types for layer in each.layers for part in layer.parts or ()
-    ]
-    if options.history_tokens and not any(part.name.startswith(HISTORY) for part in parts):
+    if options.history_tokens and not keeps_history(spec):
         msg = (
             f"options: history_tokens is for models of Mamba-2 or gated delta layers, and {name} "
             "has none"

@@ -211,7 +211,7 @@ def test_requests_that_fit_with_histories_are_those_of_the_page():
         arguments += ["--draft-tokens", "3", "--length", "8192", "--without-vllm", "--json"]
         counted = [
             json.loads("\n".join(printed([*arguments, *further])))["systems"][0]["fits"][0]
-            for further in ([], ["--history-tokens", "16"])
+            for further in (["--history-tokens", "0"], [])
         ]
         assert [fit["num_requests"] for fit in counted] == [int(without), int(with_history)]
 

@@ -12,6 +12,7 @@ from jenga.spec import (
     ImageEmbedding,
     Layer,
     LayerType,
+    ModelSpec,
     SlidingWindow,
     State,
     StatePart,
@@ -224,6 +225,16 @@ def state_type(indices: Iterable[int], parts: Sequence[StatePart], options: Read
             for index in indices
         ),
         draft_tokens=0 if has_history else options.draft_tokens,
+    )
+
+
+def keeps_history(model: ModelSpec) -> bool:
+    """Whether a layer of a model keeps a history beside its state."""
+    return any(
+        part.name.startswith(HISTORY)
+        for each in model.layer_types
+        for layer in each.layers
+        for part in layer.parts or ()
     )
 
 

@@ -37,6 +37,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     step_tokens: float = STEP_TOKENS,
     chunk_tokens: int = CHUNK_TOKENS,
     steps_in_flight: int = 1,
+    history_query_tokens: int = 0,
     host_bytes: int = 0,
     stock: StockOptions = DEFAULT_STOCK,
 ) -> Arena:
@@ -60,6 +61,8 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
         step_tokens: Argument of our manager; see `jenga.manager.Manager`.
         chunk_tokens: Most tokens that a step computes, of all requests together.
         steps_in_flight: Number of steps that are scheduled at a time.
+        history_query_tokens: Most tokens of a decode step, if the model keeps histories; see
+            `jenga.state_keeper.StateKeeper`.
         host_bytes: Bytes of host memory of one rank. Only for managers in `HOSTING`.
         stock: Options of manager "vllm".
 
@@ -89,6 +92,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
             left_share=left_share,
             step_tokens=step_tokens,
             in_flight_tokens=in_flight_tokens,
+            history_query_tokens=history_query_tokens,
             host_bytes=host_bytes,
         )
     if host_bytes:

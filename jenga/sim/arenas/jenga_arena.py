@@ -130,10 +130,14 @@ class ManagedArena(ManagedMemory):
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
         in_flight_tokens: int = 0,
+        history_query_tokens: int = 0,
         host_bytes: int = 0,
         lender: Lender | None = None,
     ) -> None:
-        """Make an empty arena with `host_bytes` of host memory; see `Manager` for the others."""
+        """Make an empty arena with `host_bytes` of host memory.
+
+        See `Manager` and `StateKeeper` for the other arguments.
+        """
         num_host_large_pages = host_bytes // geometry.large_page_bytes
         if host_bytes and not num_host_large_pages:
             msg = (
@@ -160,7 +164,9 @@ class ManagedArena(ManagedMemory):
         super().__init__(manager)
         self._states: StateKeeper | None = None
         if prefix_caching and any(table.is_state for table in geometry.page_tables):
-            self._states = StateKeeper(manager, hash_tokens=HASH_TOKENS)
+            self._states = StateKeeper(
+                manager, hash_tokens=HASH_TOKENS, history_query_tokens=history_query_tokens
+            )
         # Tokens of an output at which layers with a budget choose again, None if they never do.
         self._output_tokens: int | None = None
         for table in geometry.page_tables:

@@ -324,10 +324,11 @@ def attention_specs(model: ModelSpec) -> "dict[str, KVCacheSpec]":
     found: dict[str, KVCacheSpec] = {}
     for layer_type, layer in _stored(model):
         if isinstance(layer_type, State):
+            parts = layer.parts
             found[layer_name(layer_type, layer)] = MambaSpec(
                 block_size=NEVER,
-                shapes=((layer.slot_bytes,),),
-                dtypes=(torch.int8,),
+                shapes=tuple(each.shape for each in parts) or ((layer.slot_bytes,),),
+                dtypes=tuple(getattr(torch, each.dtype) for each in parts) or (torch.int8,),
                 num_speculative_blocks=layer_type.draft_tokens,
             )
             continue

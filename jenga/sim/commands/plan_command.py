@@ -92,17 +92,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="number of tokens drafted for a step, with any method; recurrent layers keep that "
-        "many additional states for each request",
+        help="number of tokens drafted for a step, with any method; recurrent layers without a "
+        "history keep that many additional states for each request",
     )
     parser.add_argument(
         "--history-tokens",
         type=int,
-        default=0,
         metavar="N",
         help="number of recent tokens whose inputs Mamba-2 and gated delta layers keep beside a "
         "state, as with vLLM's --use-replayssm; drafts then need no additional states; at most 64 "
-        "for gated delta layers",
+        "for gated delta layers (default: 16 with drafts, and none in vLLM's own pages)",
     )
     parser.add_argument(
         "--weights",
@@ -193,8 +192,11 @@ def _plan(options: argparse.Namespace) -> Plan:
         kv_format=kv_format,
         model_dtype=model_dtype,
         draft_tokens=options.draft_tokens,
-        history_tokens=options.history_tokens,
+        history_tokens=options.history_tokens or 0,
     )
+    of_stock = read
+    if options.history_tokens is None:
+        read = models[0].engine_options(read)
     # Refuse a model that is not understood first, because no option can change that.
     served_model(models, read)
     arena = options.arena or memory_budget(
@@ -215,6 +217,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             models,
             arena=arena,
             options=read,
+            stock_options=of_stock,
             lengths=options.length or _lengths(models[0]),
             stock=None if options.without_vllm or options.pp > 1 else _stock_system(),
             pipeline_parallel=options.pp,

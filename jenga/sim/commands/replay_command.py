@@ -247,7 +247,8 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
         model_dtype=model_dtype,
         draft_tokens=options.draft_tokens,
     )
-    model = served_model(models, read)
+    stock_model = served_model(models, read)
+    model = served_model(models, models[0].engine_options(read))
     if options.max_model_len is not None:
         check_positive("replay", "--max-model-len", options.max_model_len)
     gpu = find_gpu(options.gpu)
@@ -266,7 +267,7 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
         clock, seconds = constant_clock(options.step_seconds), f"{options.step_seconds:g} a step"
     else:
         achieved = _achieved(_named(gpu), options)
-        clock = StepTime(model, _weights(models, options), gpu, achieved=achieved)
+        clock = StepTime(stock_model, _weights(models, options), gpu, achieved=achieved)
         if options.draft is not None and options.acceptance is not None:
             clock = drafted_time(
                 models, read, gpu, weights=_weights(models, options), achieved=achieved
@@ -274,6 +275,7 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
         seconds = _seconds_text(achieved, gpu)
     return _Timed(
         model=model,
+        stock_model=stock_model,
         arena_bytes=arena_bytes,
         clock=clock,
         tp=options.tp,

@@ -149,6 +149,7 @@ def plan_model(  # noqa: PLR0913  all options of a plan
     *,
     arena: Budget | int,
     options: ReadOptions | None = None,
+    stock_options: ReadOptions | None = None,
     lengths: Sequence[int] = LENGTHS,
     stock: StockSystem | None = None,
     pipeline_parallel: int = 1,
@@ -160,6 +161,8 @@ def plan_model(  # noqa: PLR0913  all options of a plan
         models: The model, and the draft that is served with it.
         arena: Bytes of the arena of one rank, or the budget that leaves them.
         options: Options with which the models are run.
+        stock_options: Options of stock vLLM, and of PagedAttention with one page size. None means
+            the same.
         lengths: Tokens of the requests for which capacities are given.
         stock: Function that asks vLLM's planner. None leaves it out, as does a pipeline.
         pipeline_parallel: Number of pipeline ranks over which the model's layers are spread.
@@ -177,6 +180,7 @@ def plan_model(  # noqa: PLR0913  all options of a plan
         check_positive("plan", "every length", num_tokens)
     options = options or ReadOptions()
     model = served_model(models, options)
+    stock_model = served_model(models, stock_options or options)
     arena_bytes = arena.require_arena() if isinstance(arena, Budget) else arena
     check_positive("plan", "arena_bytes", arena_bytes)
 
@@ -194,10 +198,18 @@ def plan_model(  # noqa: PLR0913  all options of a plan
     else:
         names, stages = tuple(GEOMETRIES)[large_page_bytes is None :], None
     systems = [
-        _system(name, model, arena_bytes, lengths, stages, large_page_bytes) for name in names
+        _system(
+            name,
+            stock_model if name == "homogeneous" else model,
+            arena_bytes,
+            lengths,
+            stages,
+            large_page_bytes,
+        )
+        for name in names
     ]
     if stock is not None:
-        systems.append(stock(model, arena_bytes, lengths))
+        systems.append(stock(stock_model, arena_bytes, lengths))
     geometry, pipeline = None, None
     if not systems[0].refusal:
         geometry, _, pipeline = _cut(names[0], model, arena_bytes, stages, large_page_bytes)

@@ -12,6 +12,7 @@ import jenga
 from jenga.admission.reserve import default_left_share
 from jenga.errors import InvariantError
 from jenga.eviction.known import DEFAULT_POLICY, policy_by_name, source_of
+from jenga.models.readers.layers import keeps_history
 from jenga.sim.arenas.by_name import EVICTING, HOSTING, make_arena
 from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions
 from jenga.sim.batching.arena import NOTHING_MOVED, Arena, Memory, MovedBytes
@@ -29,12 +30,17 @@ from jenga.spec import ModelSpec
 _ID_BYTES = 6
 
 
+STOCK_MANAGERS = frozenset({"vllm", "paged"})
+"""Managers that are replayed as in stock vLLM, without histories beside recurrent states."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A model and the machine that runs it.
 
     Attributes:
         model: Layers of one rank.
+        stock_model: Layers with the managers `STOCK_MANAGERS`. None means that they are the same.
         arena_bytes: Bytes of the arena of one rank.
         clock: Function that returns the seconds of a step.
         tp: Number of ranks.
@@ -50,6 +56,13 @@ class Machine:
     kv_format: str = "auto"
     gpu: str = ""
     max_model_tokens: int | None = None
+    stock_model: ModelSpec | None = None
+
+    def model_of(self, manager: str) -> ModelSpec:
+        """Return the layers that a manager stores."""
+        if manager in STOCK_MANAGERS and self.stock_model is not None:
+            return self.stock_model
+        return self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +180,16 @@ class Trace:
         if not self._has_followers:
             return self.read()
         return sorted(self.read(), key=lambda request: request.arrival_s)
+
+
+def history_query_tokens(model: ModelSpec, speculation: Speculation | None) -> int:
+    """Return the most tokens of a decode step, or 0 if no layer keeps a history beside its state.
+
+    See `jenga.state_keeper.StateKeeper`.
+    """
+    if not keeps_history(model):
+        return 0
+    return 1 + speculation.draft_tokens if speculation is not None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +396,7 @@ def _named(row: RunRow) -> Generator[None]:
 def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
     return make_arena(
         row.manager,
-        machine.model,
+        machine.model_of(row.manager),
         machine.arena_bytes,
         prefix_caching=settings.prefix_caching,
         eviction_policy=policy_by_name(settings.eviction),
@@ -381,6 +404,7 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
         step_tokens=step_tokens_of(machine.clock),
         chunk_tokens=settings.chunk_tokens,
         steps_in_flight=STEPS_IN_FLIGHT[settings.is_asynchronous],
+        history_query_tokens=history_query_tokens(machine.model, settings.speculation),
         host_bytes=settings.host_bytes if row.manager in HOSTING else 0,
         stock=settings.stock,
     )

@@ -49,7 +49,7 @@ from jenga.vllm_plugin.specs.layer_types import (
     without_images,
 )
 from jenga.vllm_plugin.specs.replay_layout import (
-    history_tokens,
+    has_history,
     max_decode_tokens,
     with_histories,
 )
@@ -400,10 +400,18 @@ def cut_arena(
         ),
         num_host_large_pages=_num_host_large_pages(vllm_config, first),
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
-        history_query_tokens=(max_decode_tokens(vllm_config) if history_tokens(vllm_config) else 0),
+        history_query_tokens=max_decode_tokens(vllm_config) if _has_history(kv_cache_groups) else 0,
         step_tokens=step_tokens(vllm_config),
         page_tokens=_page_tokens(vllm_config),
         traces_endpoint=vllm_config.observability_config.otlp_traces_endpoint,
+    )
+
+
+def _has_history(kv_cache_groups: Sequence[KVCacheGroupSpec]) -> bool:
+    return any(
+        has_history(spec)
+        for group in kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
     )
 
 

@@ -74,7 +74,7 @@ class Settings:
         has_specialized_latents: The same for decoding in layers of latent attention.
         has_specialized_scans: The same for prompts in recurrent layers.
         history_tokens: Number of tokens in the histories beside recurrent states that are seldom
-            written. 0 means that the environment asks for no histories.
+            written. 0 means no histories. None means that drafts decide.
         history_requests: Fewest requests of a decode step that does not write all of its states,
             padding included. None means that the bytes of a step's states decide.
         keeps_image_embeddings: Whether a vision encoder's output is kept in the arena, where that
@@ -96,7 +96,7 @@ class Settings:
     has_specialized_prefill: bool | None
     has_specialized_latents: bool | None
     has_specialized_scans: bool | None
-    history_tokens: int
+    history_tokens: int | None
     shared_arena: Path | None
     guarantee_bytes: int
     limit_bytes: int
@@ -157,8 +157,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_prefill=_switch(environ, _SPECIALIZED_VARIABLE),
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
-        history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
-        history_requests=_history_requests(environ),
+        history_tokens=_number_if_set(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
+        history_requests=_number_if_set(environ, HISTORY_REQUESTS_VARIABLE, "requests"),
         keeps_image_embeddings=_switch(environ, IMAGES_VARIABLE) is not False,
         embeddings_in_kv_pages=_embeddings_in_kv_pages(environ),
         prompt_scratch_bytes=_number(environ, SCRATCH_VARIABLE, "bytes, 0 for no scratch"),
@@ -240,12 +240,6 @@ def _left_share(environ: Mapping[str, str]) -> float | None:
     return share
 
 
-def _history_requests(environ: Mapping[str, str]) -> int | None:
-    if not _value(environ, HISTORY_REQUESTS_VARIABLE):
-        return None
-    return _number(environ, HISTORY_REQUESTS_VARIABLE, "requests")
-
-
 def _shared_arena(environ: Mapping[str, str]) -> Path | None:
     folder = _value(environ, SHARED_ARENA_VARIABLE)
     for name in (GUARANTEE_VARIABLE, _LIMIT_VARIABLE):
@@ -259,6 +253,10 @@ def _shared_arena(environ: Mapping[str, str]) -> Path | None:
         )
         raise ValueError(msg)
     return Path(folder) if folder else None
+
+
+def _number_if_set(environ: Mapping[str, str], name: str, expected: str) -> int | None:
+    return _number(environ, name, expected) if _value(environ, name) else None
 
 
 def _number(environ: Mapping[str, str], name: str, expected: str) -> int:

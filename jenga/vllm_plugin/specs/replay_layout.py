@@ -1,8 +1,8 @@
 """Histories: the inputs of the latest tokens, stored beside the states of recurrent layers.
 
-vLLM's --use-replayssm or JENGA_HISTORY_TOKENS turns them on, for Mamba-2 layers and layers of the
-gated delta rule. A step then reads a state, and writes only a row of the history for each token. It
-writes the state only when the history is full.
+vLLM's --use-replayssm, JENGA_HISTORY_TOKENS or drafts turn them on, for Mamba-2 layers and layers
+of the gated delta rule. A step then reads a state, and writes only a row of the history for each
+token. It writes the state only when the history is full.
 
 For each layer, a page holds the states, the number of tokens in them, and the history. Only the
 number of the page's first layer is used. A copy of a page includes all of this. So states that are
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from jenga.models.options import default_history_tokens
 from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
     HISTORY_REQUESTS_VARIABLE,
@@ -24,7 +25,7 @@ from jenga.vllm_plugin.settings.environment import (
 )
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.specs.layer_types import served_states
-from jenga.vllm_plugin.specs.replay_kinds import HISTORY_KINDS, HistoryKind, Part
+from jenga.vllm_plugin.specs.replay_kinds import HISTORY_KINDS, NUM_STATES, HistoryKind, Part
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -34,6 +35,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 _HISTORY_TOKENS = "jenga_history_tokens"
 """Key in vLLM's `additional_config` that carries the number of tokens to the engine."""
+
+_IS_DEFAULT = "jenga_history_is_default"
+"""Key that is there if nobody asked for histories, so that layers without one are no error."""
 
 _HISTORY_REQUESTS = "jenga_history_requests"
 """Key of the fewest requests of a step that does not write all of its states, if that is set."""
@@ -52,13 +56,15 @@ One element is used. There are four, so that the next part begins at a multiple 
 
 
 def take_replay(
-    vllm_config: "VllmConfig", wanted_tokens: int, wanted_requests: int | None = None
+    vllm_config: "VllmConfig", wanted_tokens: int | None, wanted_requests: int | None = None
 ) -> None:
     """Move --use-replayssm to our own option, before vLLM serves it with its own kernels.
 
+    If nobody asks for a length, the default for the number of drafted tokens is taken.
+
     Args:
         vllm_config: Configuration to which the length of histories is written.
-        wanted_tokens: Value of JENGA_HISTORY_TOKENS. 0 means no histories.
+        wanted_tokens: Value of JENGA_HISTORY_TOKENS, or None. 0 means no histories.
         wanted_requests: Value of JENGA_HISTORY_REQUESTS, or None.
 
     Raises:
@@ -71,12 +77,15 @@ def take_replay(
     if cache.use_replayssm:
         asked["--replayssm-buffer-len"] = cache.replayssm_buffer_len
     if not asked:
+        if wanted_tokens is None:
+            _take_default(vllm_config)
         if wanted_requests is not None and not history_tokens(vllm_config):
             msg = (
                 f"{HISTORY_REQUESTS_VARIABLE}={wanted_requests} has no effect without "
                 f"--use-replayssm or {HISTORY_VARIABLE}"
             )
             raise ValueError(msg)
+        _set_requests(vllm_config, wanted_requests)
         return
     least, num_tokens = 2 * max_decode_tokens(vllm_config), max(asked.values())
     for name, tokens in asked.items():
@@ -96,9 +105,21 @@ def take_replay(
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
     vllm_config.additional_config[_HISTORY_TOKENS] = num_tokens
-    if wanted_requests is not None:
-        vllm_config.additional_config[_HISTORY_REQUESTS] = wanted_requests
+    _set_requests(vllm_config, wanted_requests)
     cache.use_replayssm = False
+
+
+def _take_default(vllm_config: "VllmConfig") -> None:
+    """Keep histories if tokens are drafted. A worker's configuration may have a length already."""
+    num_tokens = default_history_tokens(vllm_config.num_speculative_tokens)
+    options = vllm_config.additional_config
+    if num_tokens and isinstance(options, dict) and _HISTORY_TOKENS not in options:
+        options |= {_HISTORY_TOKENS: num_tokens, _IS_DEFAULT: True}
+
+
+def _set_requests(vllm_config: "VllmConfig", num_requests: int | None) -> None:
+    if num_requests is not None:
+        vllm_config.additional_config[_HISTORY_REQUESTS] = num_requests
 
 
 def history_tokens(vllm_config: "VllmConfig") -> int:
@@ -131,12 +152,32 @@ def max_decode_tokens(vllm_config: "VllmConfig") -> int:
 def with_histories(
     vllm_config: "VllmConfig", specs: Mapping[str, "KVCacheSpec"]
 ) -> dict[str, "KVCacheSpec"]:
-    """Add histories to the specs of recurrent layers, if the configuration asks for them.
+    """Add histories to the specs of recurrent layers, if the configuration has a length of them.
+
+    If nobody asked for histories, specs that cannot have one stay as they are.
 
     Raises:
-        ValueError: No layer can have a history, the histories are longer than the kernels support,
-            or a row of a history or state is not a multiple of 16 bytes.
+        ValueError: Histories were asked for, and no layer can have one, they are longer than the
+            kernels support, or a row of a history or state is not a multiple of 16 bytes.
     """
+    try:
+        return _with_histories(vllm_config, specs)
+    except ValueError:
+        if not vllm_config.additional_config.get(_IS_DEFAULT):
+            raise
+        return dict(specs)
+
+
+def has_history(spec: "KVCacheSpec") -> bool:
+    """Whether layers of a spec keep a history beside their states."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec) and len(spec.shapes) > NUM_STATES
+
+
+def _with_histories(
+    vllm_config: "VllmConfig", specs: Mapping[str, "KVCacheSpec"]
+) -> dict[str, "KVCacheSpec"]:
     num_tokens, model = history_tokens(vllm_config), vllm_config.model_config
     if not num_tokens:
         return dict(specs)

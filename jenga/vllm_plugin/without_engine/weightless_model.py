@@ -227,7 +227,7 @@ def _engine_config(folder: Path, options: ReadOptions) -> "VllmConfig":
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+    from jenga.vllm_plugin.settings.environment import BACKEND_NAME, HISTORY_VARIABLE
 
     arguments: dict[str, Any] = {
         "model": str(folder),
@@ -247,8 +247,7 @@ def _engine_config(folder: Path, options: ReadOptions) -> "VllmConfig":
             "num_speculative_tokens": options.draft_tokens,
             "prompt_lookup_max": 2,
         }
-    if options.history_tokens:
-        arguments |= {"use_replayssm": True, "replayssm_buffer_len": options.history_tokens}
+    os.environ[HISTORY_VARIABLE] = str(options.history_tokens)
     return EngineArgs(**arguments).create_engine_config()
 
 

@@ -16,7 +16,7 @@ from jenga.sim.hardware.budget import memory_budget
 from jenga.sim.hardware.gpus import find_gpu
 from jenga.sim.planning import vllm_fit
 from jenga.sim.planning.image_fits import image_fits
-from jenga.sim.planning.plan import LENGTHS, decode_bytes, fit_of, plan_model
+from jenga.sim.planning.plan import LENGTHS, System, decode_bytes, fit_of, plan_model
 from jenga.sim.planning.plan_text import WIDTH, plan_json, plan_text
 from jenga.sim.planning.stages import layers_per_rank
 from jenga.spec import State
@@ -268,6 +268,39 @@ def test_drafted_tokens_take_no_states_where_inputs_are_kept_beside_them(name):
     # A count too, and three columns of the convolution.
     more_bytes = 16 * token_bytes + 16 + 3 * num_channels * 2
     assert layer.slot_bytes - plain_layer.slot_bytes == more_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("nemotron-h-8b", (1, 4)), ("qwen3.5-27b", (1, 4)), ("jamba-1.5-mini", (4, 4))],
+)
+def test_engines_keep_histories_for_drafts_and_stock_vllm_does_not(name, slots):
+    facts, read = known_model(name), ReadOptions(draft_tokens=3)
+    engine = facts.engine_options(read)
+    assert facts.engine_options(ReadOptions()) == ReadOptions()
+    assert engine.history_tokens == (16 if slots[0] == 1 else 0)
+    asked = []
+
+    def stock(model, *_):
+        asked.append(model)
+        return System(name="vllm", label="asked")
+
+    plan = plan_model(
+        [facts],
+        arena=8 * ARENA_BYTES,
+        options=engine,
+        stock_options=read,
+        lengths=(1024,),
+        stock=stock,
+    )
+
+    found = [
+        state.slots_per_request
+        for model in (plan.model, *asked)
+        for state in model.layer_types
+        if isinstance(state, State)
+    ]
+    assert found == list(slots)
 
 
 def test_states_of_the_delta_rule_have_their_histories_behind_them():

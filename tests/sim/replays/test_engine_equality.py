@@ -217,6 +217,38 @@ def test_steps_are_those_of_an_engine(name, manager, is_asynchronous):
         assert any(each.num_preemptions > 0 for each in found)
 
 
+HISTORY = (
+    StatePart(name="conv", shape=(5, 32), dtype="bfloat16"),
+    StatePart(name="recurrent", shape=(4, 16, 16), dtype="bfloat16"),
+    StatePart(name="history inputs", shape=(4, 16, 16), dtype="bfloat16"),
+    StatePart(name="history projections", shape=(1, 16, 16), dtype="bfloat16"),
+    StatePart(name="history steps", shape=(4 * 16 + 4,), dtype="float32"),
+)
+HISTORY_LAYER = Layer(name="s", slot_bytes=sum(each.num_bytes for each in HISTORY), parts=HISTORY)
+
+DRAFTED = {
+    "a state for each draft": states("s", "t", shape=(4, 16, 16), draft_tokens=2),
+    "a history": State(name="state", layers=(HISTORY_LAYER,)),
+}
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_steps_with_drafts_are_those_of_an_engine(name, is_asynchronous):
+    model = ModelSpec(name=name, layer_types=(FULL, DRAFTED[name]))
+    settings = Settings(
+        chunk_tokens=96, max_requests=6, is_asynchronous=is_asynchronous, speculation=DRAFTS
+    )
+
+    found = [
+        both(model, "jenga", requests_of(seed), settings, arena_bytes=2 * ARENA_BYTES)
+        for seed in range(3)
+    ]
+
+    assert all(each.hit_tokens > 0 for each in found)
+    assert all(each.num_evicted > 0 for each in found)
+
+
 @pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", ["sliding", "mamba2"])

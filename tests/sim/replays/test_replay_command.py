@@ -159,6 +159,24 @@ def test_a_draft_model_shares_the_arena(capsys):
     assert "llama-3.1-8b+llama-3.2-1b" in printed.out
 
 
+def test_with_drafts_states_have_histories_as_in_engines_and_not_with_vllms_manager(
+    capsys, tmp_path
+):
+    path = tmp_path / "rows.jsonl"
+    code, _ = replay(
+        capsys,
+        *("--model", "nemotron-h-8b", "--gpu", "H100-80G", "--arena", "2GB", "--quiet"),
+        *("--manager", "jenga", "vllm", "--out", path),
+        *("--trace", "articles:n=30,questions=1,tokens=200,output=60"),
+        *("--draft-tokens", 3, "--acceptance", 0.7),
+    )
+
+    assert code == 0
+    ours, stock = [row for row in read_rows(path) if isinstance(row, SummaryRow)]
+    # A state of 111 MB, and four of 104 MB.
+    assert ours.mean_decode_batch > 2 * stock.mean_decode_batch
+
+
 def test_drafted_tokens_that_are_right_shorten_the_run(capsys, tmp_path):
     path = tmp_path / "rows.jsonl"
     models = ["--model", "llama-3.1-8b", "--draft", "llama-3.2-1b", "--quiet", "--out", path]

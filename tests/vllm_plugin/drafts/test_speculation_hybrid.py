@@ -18,9 +18,19 @@ pytestmark = pytest.mark.vllm
 # A budget that cuts prompts anywhere, and does not reach all who decode with drafted tokens.
 CUTS = {"max_num_batched_tokens": 37, "max_num_seqs": 4}
 
+# A state after each drafted token, as in layers that keep no history beside a state.
+NO_HISTORIES = {"JENGA_HISTORY_TOKENS": "0"}
+
+histories = pytest.mark.parametrize(
+    "environment", [{}, NO_HISTORIES], ids=["histories", "no histories"]
+)
+
 
 @pytest.mark.slow
-def test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit(tiny_model, run_engine):
+@histories
+def test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit(
+    environment, tiny_model, run_engine
+):
     model, draft = tiny_model("granite_calm"), tiny_model("granite_echo")
 
     plain = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options=CUTS)
@@ -30,6 +40,7 @@ def test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit(tiny_model
         PROMPTS + PROMPTS,
         rounds=2,
         options=CUTS | by_draft(draft) | {"enable_prefix_caching": True},
+        environment=environment,
     )
 
     assert_same_generation(ours, plain | {"outputs": plain["outputs"] * 2})
@@ -39,8 +50,18 @@ def test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit(tiny_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "lfm2"])
-def test_a_draft_changes_no_token_of_states_of_other_kinds(name, tiny_model, run_engine):
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [
+        ("jamba", {}),
+        ("lfm2", {}),
+        ("qwen3_next", {}),
+        pytest.param("qwen3_next", NO_HISTORIES, id="qwen3_next without histories"),
+    ],
+)
+def test_a_draft_changes_no_token_of_states_of_other_kinds(
+    name, environment, tiny_model, run_engine
+):
     model, draft = tiny_model(f"{name}_calm"), tiny_model(f"{name}_echo")
     options = CUTS | {"enable_prefix_caching": True}
     twice = PROMPTS + PROMPTS
@@ -48,7 +69,14 @@ def test_a_draft_changes_no_token_of_states_of_other_kinds(name, tiny_model, run
     plain = run_engine(
         model, PROMPTS, max_tokens=MAX_TOKENS, options=options, script="reference_process.py"
     )
-    ours = run_ours(run_engine, model, twice, rounds=2, options=options | by_draft(draft, 4))
+    ours = run_ours(
+        run_engine,
+        model,
+        twice,
+        rounds=2,
+        options=options | by_draft(draft, 4),
+        environment=environment,
+    )
 
     assert_same_generation(ours, plain | {"outputs": plain["outputs"] * 2})
     check_drafts(ours)
@@ -68,7 +96,12 @@ def test_drafting_hybrids_are_preempted_in_a_small_arena_and_lose_nothing(
 
     plain = run_engine(model, prompts, max_tokens=60, options=options)
     ours = run_ours(
-        run_engine, model, prompts, max_tokens=60, options=options | by_draft(draft) | small
+        run_engine,
+        model,
+        prompts,
+        max_tokens=60,
+        options=options | by_draft(draft) | small,
+        environment=NO_HISTORIES,
     )
 
     assert_same_generation(ours, plain)

@@ -110,9 +110,9 @@ def test_layers_have_the_specialized_kernel_where_that_is_asked_for(kernel):
 
 def test_histories_have_the_tokens_that_are_asked_for_or_none():
     assert read_settings({"JENGA_HISTORY_TOKENS": " 16 "}).history_tokens == 16
-    for text in ("", "0"):
-        assert read_settings({"JENGA_HISTORY_TOKENS": text}).history_tokens == 0
-    assert read_settings({}).history_tokens == 0
+    assert read_settings({"JENGA_HISTORY_TOKENS": "0"}).history_tokens == 0
+    assert read_settings({"JENGA_HISTORY_TOKENS": ""}).history_tokens is None
+    assert read_settings({}).history_tokens is None
 
 
 def run_python(code, **environment):

@@ -142,7 +142,14 @@ def test_another_turn_starts_near_the_end_of_a_long_answer(draft_tokens, tiny_mo
         }
 
     stock = run_engine(model, prompts, max_tokens=70, turns=[TURN], options=CUTS)
-    ours = run_engine(model, prompts, max_tokens=70, turns=[TURN], options=options | JENGA)
+    ours = run_engine(
+        model,
+        prompts,
+        max_tokens=70,
+        turns=[TURN],
+        options=options | JENGA,
+        environment={"JENGA_HISTORY_TOKENS": "0"},  # a state after each drafted token
+    )
 
     assert_same_generation(ours, stock)
     # A state is kept every 64 tokens of an answer; without drafts none is missed.

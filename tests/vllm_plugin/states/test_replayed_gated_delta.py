@@ -459,7 +459,10 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
     ("flag", "variable", "want"),
     [
         (None, 0, None),
+        (None, None, 16),
         (16, 0, 16),
+        (16, None, 16),
+        (12, None, 12),
         (None, 8, 8),
         (8, 8, 8),
         (16, 8, "--replayssm-buffer-len 16 beside JENGA_HISTORY_TOKENS 8 .*give the same length"),
@@ -481,6 +484,47 @@ def test_vllms_flag_and_the_variable_ask_for_the_same(flag, variable, want):
         assert not cache.use_replayssm
         take_replay(engine, variable)  # in workers, whose configuration was taken on before
         assert history_tokens(engine) == (want or 0)
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "history_tokens"), [(0, 0), (1, 16), (7, 16), (8, 18), (31, 64)]
+)
+def test_drafts_bring_histories_of_two_steps_or_more(draft_tokens, history_tokens):
+    from jenga.vllm_plugin.specs.replay_layout import history_tokens as tokens_of
+    from jenga.vllm_plugin.specs.replay_layout import take_replay
+
+    engine = SimpleNamespace(
+        cache_config=SimpleNamespace(use_replayssm=False),
+        additional_config={},
+        num_speculative_tokens=draft_tokens,
+    )
+    take_replay(engine, None)
+    assert tokens_of(engine) == history_tokens
+
+
+def test_layers_that_can_keep_no_history_keep_none_by_default():
+    from jenga.vllm_plugin.specs.replay_layout import take_replay, with_histories
+
+    def by_default(specs, architecture=QWEN.architecture, draft_tokens=3):
+        engine = SimpleNamespace(
+            cache_config=SimpleNamespace(use_replayssm=False),
+            additional_config={},
+            num_speculative_tokens=draft_tokens,
+            model_config=SimpleNamespace(architecture=architecture, dtype=torch.float32),
+        )
+        take_replay(engine, None)
+        return with_histories(engine, specs)
+
+    mamba1 = {"one": spec_of(((3, 96), (96, 16)), kind="MAMBA1")}
+    delta = {"two": spec_of(SHAPES)}
+    narrow = {"three": spec_of(((3, 2 * 2 * 6 + 2 * 16), (2, 16, 6)))}
+
+    assert by_default(mamba1) == mamba1
+    assert by_default(narrow) == narrow
+    assert by_default(delta, "BailingMoeV2_5ForCausalLM") == delta
+    assert by_default(delta, draft_tokens=32) == delta
+    assert len(by_default(delta)["two"].shapes) == 6
+    assert by_default(delta, draft_tokens=0) == delta
 
 
 def test_jenga_plan_counts_the_bytes_that_layers_take(tiny_model):
