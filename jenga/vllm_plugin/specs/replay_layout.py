@@ -12,7 +12,7 @@ kept for other requests, in host memory too, need no special treatment.
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -37,7 +37,7 @@ _HISTORY_TOKENS = "jenga_history_tokens"
 """Key in vLLM's `additional_config` that carries the number of tokens to the engine."""
 
 _IS_DEFAULT = "jenga_history_is_default"
-"""Key that is there if nobody asked for histories, so that layers without one are no error."""
+"""Key that is there if the length is the default. Layers without a history are then no error."""
 
 _HISTORY_REQUESTS = "jenga_history_requests"
 """Key of the fewest requests of a step that does not write all of its states, if that is set."""
@@ -60,7 +60,7 @@ def take_replay(
 ) -> None:
     """Move --use-replayssm to our own option, before vLLM serves it with its own kernels.
 
-    If nobody asks for a length, the default for the number of drafted tokens is taken.
+    If no length is asked for, the default for the number of drafted tokens is taken.
 
     Args:
         vllm_config: Configuration to which the length of histories is written.
@@ -85,7 +85,8 @@ def take_replay(
                 f"--use-replayssm or {HISTORY_VARIABLE}"
             )
             raise ValueError(msg)
-        _set_requests(vllm_config, wanted_requests)
+        if wanted_requests is not None:
+            _options_of(vllm_config)[_HISTORY_REQUESTS] = wanted_requests
         return
     least, num_tokens = 2 * max_decode_tokens(vllm_config), max(asked.values())
     for name, tokens in asked.items():
@@ -98,14 +99,16 @@ def take_replay(
                 f"{wanted_tokens}"
             )
             raise Refusal.HISTORIES.error(msg)
-    if not isinstance(vllm_config.additional_config, dict):
+    options = vllm_config.additional_config
+    if not isinstance(options, dict):
         msg = (
             f"{_ASKED_BY} need an --additional-config that is a mapping, got "
-            f"{type(vllm_config.additional_config).__name__}"
+            f"{type(options).__name__}"
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
-    vllm_config.additional_config[_HISTORY_TOKENS] = num_tokens
-    _set_requests(vllm_config, wanted_requests)
+    options[_HISTORY_TOKENS] = num_tokens
+    if wanted_requests is not None:
+        options[_HISTORY_REQUESTS] = wanted_requests
     cache.use_replayssm = False
 
 
@@ -117,15 +120,15 @@ def _take_default(vllm_config: "VllmConfig") -> None:
         options |= {_HISTORY_TOKENS: num_tokens, _IS_DEFAULT: True}
 
 
-def _set_requests(vllm_config: "VllmConfig", num_requests: int | None) -> None:
-    if num_requests is not None:
-        vllm_config.additional_config[_HISTORY_REQUESTS] = num_requests
+def _options_of(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Get our own options, and those of the user. There are none if they are not a mapping."""
+    options = vllm_config.additional_config
+    return options if isinstance(options, dict) else {}
 
 
 def history_tokens(vllm_config: "VllmConfig") -> int:
     """Get the number of tokens in a history. 0 means that every step writes states."""
-    options = vllm_config.additional_config
-    return options.get(_HISTORY_TOKENS, 0) if isinstance(options, dict) else 0
+    return _options_of(vllm_config).get(_HISTORY_TOKENS, 0)
 
 
 def history_requests(vllm_config: "VllmConfig", spec: "MambaSpec") -> int:
@@ -137,8 +140,8 @@ def history_requests(vllm_config: "VllmConfig", spec: "MambaSpec") -> int:
         vllm_config: Configuration, which may set the number.
         spec: Spec of the layers, which have histories. By default the bytes of their states decide.
     """
-    options = vllm_config.additional_config
-    if isinstance(options, dict) and _HISTORY_REQUESTS in options:
+    options = _options_of(vllm_config)
+    if _HISTORY_REQUESTS in options:
         return options[_HISTORY_REQUESTS]
     state_bytes = prod(spec.shapes[1]) * spec.dtypes[1].itemsize
     return -(-HISTORY_KINDS[spec.mamba_type.name].least_bytes // state_bytes)
@@ -154,16 +157,16 @@ def with_histories(
 ) -> dict[str, "KVCacheSpec"]:
     """Add histories to the specs of recurrent layers, if the configuration has a length of them.
 
-    If nobody asked for histories, specs that cannot have one stay as they are.
+    If the length is the default, specs that cannot have a history stay as they are.
 
     Raises:
-        ValueError: Histories were asked for, and no layer can have one, they are longer than the
-            kernels support, or a row of a history or state is not a multiple of 16 bytes.
+        ValueError: No layer can have a history, the histories are longer than the kernels support,
+            or a row of a history or state is not a multiple of 16 bytes. Not with the default.
     """
     try:
         return _with_histories(vllm_config, specs)
     except ValueError:
-        if not vllm_config.additional_config.get(_IS_DEFAULT):
+        if not _options_of(vllm_config).get(_IS_DEFAULT):
             raise
         return dict(specs)
 
