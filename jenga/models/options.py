@@ -40,7 +40,7 @@ class KvFormat(Enum):
 
 
 def default_history_tokens(draft_tokens: int) -> int:
-    """Return the tokens of the histories that an engine keeps if nobody asks for a length.
+    """Return the tokens of the histories that an engine keeps if no length is asked for.
 
     Without drafts there are none. With drafts one state and a history take less memory than a state
     for each drafted token.
