@@ -30,13 +30,13 @@ def fill_host_memory(llm):
         mailbox_of(runner_of(llm)).host_memory.memory.fill_(NAN_BYTE - 256)
 
 
-def sleep_once(llm, *, level, mode):
+def sleep_once(llm, options, *, level, mode):
     """Sleep, lose what the cache held, wake up part by part."""
     llm.sleep(level=level, mode=mode)
     manager = scheduler_of(llm).kv_cache_manager.manager
     manager.check()
     assert manager.request_tokens() == {}
-    fill_arenas(llm, is_pipeline=False)
+    fill_arenas(llm, options)
     fill_host_memory(llm)
     assert not llm.wake_up(tags=["weights"])
     llm.wake_up()
@@ -58,7 +58,7 @@ def main():
         start_as_on_a_gpu(llm)
     replays = count_graphs(llm) if job.get("captures") else {}
     preemptions = count_preemptions(llm)
-    fill_arenas(llm, is_pipeline=False)
+    fill_arenas(llm, job["options"])
     sampling = SamplingParams(
         temperature=0.0, max_tokens=job["max_tokens"], logprobs=5, ignore_eos=True, detokenize=False
     )
@@ -70,12 +70,12 @@ def main():
             done += llm.llm_engine.step()
         if sleep["mode"] == "keep":
             asleep_with.append(len(scheduler_of(llm).running))
-            sleep_once(llm, **{name: sleep[name] for name in ("level", "mode")})
+            sleep_once(llm, job["options"], **{name: sleep[name] for name in ("level", "mode")})
         done = [output for output in done if output.finished]
         done += llm.wait_for_completion(use_tqdm=False)
         outputs += sorted(done, key=lambda output: int(output.request_id.split("-")[0]))
         if sleep["mode"] == "abort":
-            sleep_once(llm, **{name: sleep[name] for name in ("level", "mode")})
+            sleep_once(llm, job["options"], **{name: sleep[name] for name in ("level", "mode")})
     manager = scheduler_of(llm).kv_cache_manager.manager
     manager.check()
     result = {

@@ -43,7 +43,7 @@ def main():
     llm = LLM(**job["options"])
     drafts = count_drafts(llm)
     if job.get("fill_arena"):
-        fill_arenas(llm, is_pipeline=False)
+        fill_arenas(llm, job["options"])
         check_each_step(llm)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     sampling = [sampling_of(form, job["max_tokens"]) for form in job["forms"]]
