@@ -307,7 +307,12 @@ def _launches(
     kind = plan.kind
     result_dim = kind.result_dim
     machine = machine_of(q.device)
+    # Decoding requests begin while the last prompts are read.
+    is_overlapped = (
+        plan.max_row_tiles > 0 and plan.max_decoded_tokens > 0 and machine.has_dependent_launches
+    )
     shared = shared | {
+        "IS_FOLLOWED": is_overlapped,
         "NUM_KV_HEADS": kind.num_kv_heads,
         "GROUP": kind.group_heads,
         "HEAD_DIM": kind.head_dim,
@@ -361,9 +366,11 @@ def _launches(
                 "BLOCK_M": tiles.block_m,
                 "BLOCK_N": tiles.block_n,
                 "IS_OVERLAPPED": plan.may_split and machine.has_dependent_launches,
+                "AWAITS_PROMPTS": is_overlapped,
                 "num_warps": tiles.num_warps,
                 "num_stages": tiles.num_stages,
-            },
+            }
+            | (overlapping(machine) if is_overlapped else {}),
         )
     if plan.may_split:
         yield Launch(

@@ -39,6 +39,8 @@ INSTRUCTIONS = {
     "tma": r"\bcp\.async\.bulk\.tensor",
     "load_shared_byte": r"\bld\.shared\.[bsu]8\b",
     "half_to_bfloat": r"\bcvt\.rn\.bf16\.f16\b",
+    "await_kernel_before": r"\bgriddepcontrol\.wait",
+    "let_next_begin": r"\bgriddepcontrol\.launch_dependents",
 }
 """Names of counts -> what they count in PTX."""
 

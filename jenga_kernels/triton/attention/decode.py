@@ -63,6 +63,7 @@ class DecodeTiles(NamedTuple):
     BLOCK_D: int
     BLOCK_V: int
     IS_OVERLAPPED: bool
+    AWAITS_PROMPTS: bool
 
 
 # Counts differ from step to step and must not cause another compilation.
@@ -113,6 +114,9 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     of a pair give one partial result. A pair that is not split is written to the output directly.
     If results have two parts of VALUE_DIM elements, as in prefill, programs 2 p and 2 p + 1 share
     the work of program p.
+
+    With AWAITS_PROMPTS, programs may begin before those of the prefill kernel have ended. They read
+    nothing that it stores, and wait for its end before they store.
     """
     k_pages_ptr = inputs.k_pages_ptr
     NUM_HEADS: tl.constexpr = layer.NUM_KV_HEADS * layer.GROUP
@@ -295,6 +299,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
             if IS_INT4:
                 acc += tl.sum(least_sums, 1)[:, None]
 
+        await_kernel_before(tiles.AWAITS_PROMPTS)
         if units_done == num_units:
             sinks = None
             if terms.sinks_ptr is not None:
@@ -325,6 +330,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
             )
             tl.store(partials.partial_lse_ptr + partial_rows, lse, mask=live)
         unit += units_done
+    # For programs without units.
+    await_kernel_before(tiles.AWAITS_PROMPTS)
 
 
 class SplitsTiles(NamedTuple):

@@ -27,7 +27,7 @@ from jenga_kernels.triton.attention.tile import (
     row_offsets,
 )
 from jenga_kernels.triton.lib.addressing import first_tile_key
-from jenga_kernels.triton.lib.device import ceil_div
+from jenga_kernels.triton.lib.device import ceil_div, let_next_begin
 from jenga_kernels.triton.lib.fp8 import as_pairs, joined_rows, split_rows
 from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.lib.rows import load_rows, store_rows
@@ -45,6 +45,7 @@ class PrefillTiles(NamedTuple):
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_V: int
+    IS_FOLLOWED: bool
 
 
 @with_groups(
@@ -95,6 +96,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     Other keys of these tiles do not change its result, to the last bit.
 
     With READS_PAIRS, elements of one byte are read as in decoding; see `attend_tile`.
+
+    With IS_FOLLOWED, decoding requests begin on processors that have no prompts left.
     """
     k_pages_ptr = inputs.k_pages_ptr
     scale = scores.scale
@@ -117,6 +120,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     IS_CROWDED: tl.constexpr = tiles.BLOCK_D >= WIDE_HEAD or (
         IS_CONVERTED and 2 * tiles.BLOCK_D >= WIDE_HEAD
     )
+    let_next_begin(tiles.IS_FOLLOWED)
     kv_head = tl.program_id(1)
     row_tile = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS

@@ -92,6 +92,20 @@ def compile_head_dims():
         launch(head_dim=head_dim)
 
 
+def compile_prompts_beside_decoding_requests():
+    launch(head_dim=128)
+    launch(head_dim=128, is_warp_specialized=True)
+
+
+def compile_decoding_requests_alone():
+    launch(head_dim=128, max_query_tokens=1)
+
+
+def compile_prompts_alone():
+    launch(head_dim=128, decode_query_tokens=0)
+    launch(head_dim=128, decode_query_tokens=0, is_warp_specialized=True)
+
+
 def compile_a_narrow_head():
     launch(head_dim=8)
 
@@ -524,3 +538,33 @@ def test_attention_leaves_to_prefill_what_wide_heads_have_no_rows_to_decode():
 
     assert {"attention_prefill_kernel", "attention_decode_kernel"} <= {k.name for k in kernels}
     assert all(kernel.shared_bytes <= SHARED_BYTES[89] for kernel in kernels)
+
+
+def overlaps(job, capability):
+    """Whether each kernel lets the next one begin, and waits for the one before: name -> both."""
+    return {
+        kernel.name: (
+            kernel.counts["let_next_begin"] > 0,
+            kernel.counts["await_kernel_before"] > 0,
+        )
+        for kernel in compile_job(job, capability)
+        if kernel.name != "attention_plan_kernel"
+    }
+
+
+def test_decoding_requests_begin_while_the_last_prompts_are_read():
+    assert overlaps(compile_prompts_beside_decoding_requests, 90) == {
+        "attention_prefill_kernel": (True, False),
+        "attention_prefill_hopper_kernel": (True, False),
+        "attention_decode_kernel": (True, True),
+        "attention_splits_kernel": (False, True),
+    }
+    assert overlaps(compile_decoding_requests_alone, 90) == {
+        "attention_decode_kernel": (True, False),
+        "attention_splits_kernel": (False, True),
+    }
+    assert overlaps(compile_prompts_alone, 90) == {
+        "attention_prefill_kernel": (False, False),
+        "attention_prefill_hopper_kernel": (False, False),
+    }
+    assert not any(any(each) for each in overlaps(compile_decoding_requests_alone, 80).values())

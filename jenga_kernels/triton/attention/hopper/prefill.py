@@ -42,6 +42,7 @@ from jenga_kernels.triton.attention.hopper.load import (
 )
 from jenga_kernels.triton.attention.hopper.rows import GROUP_ROWS, attend_rows
 from jenga_kernels.triton.attention.hopper.work import ITEM_LAYOUT, ITEM_NUMBERS
+from jenga_kernels.triton.lib.gluon_device import let_next_begin
 from jenga_kernels.triton.lib.groups import with_groups
 
 
@@ -58,6 +59,7 @@ class HopperTiles(NamedTuple):
     BLOCK_D: int
     NUM_STAGES: int
     TAKES_TURNS: bool
+    IS_FOLLOWED: bool
 
 
 @with_groups(
@@ -100,8 +102,10 @@ def attention_prefill_hopper_kernel(
 
     Item t * NUM_KV_HEADS + h is tile t of the list of row tiles for KV head h. If the groups take
     turns, one issues its products before the other. Their softmaxes then run at different times,
-    each while the other's products run.
+    each while the other's products run. With IS_FOLLOWED, decoding requests begin on processors
+    that have no items left.
     """
+    let_next_begin(tiles.IS_FOLLOWED)
     NUM_STAGES: gl.constexpr = tiles.NUM_STAGES
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     NUM_Q: gl.constexpr = 1 if q_descriptor is None else 2

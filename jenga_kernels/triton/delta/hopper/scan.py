@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jenga_kernels.triton.lib.gluon_device import await_kernel_before
 from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.hopper.chunks import (
@@ -38,7 +39,6 @@ from jenga_kernels.triton.recurrent.hopper.chunks import (
     stretch_stop,
     zero_rows,
 )
-from jenga_kernels.triton.recurrent.hopper.segments import await_kernel_before
 
 KEYS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """Layout of numbers of key channels."""

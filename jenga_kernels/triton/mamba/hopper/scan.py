@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jenga_kernels.triton.attention.hopper.load import copy_box
+from jenga_kernels.triton.lib.gluon_device import await_kernel_before
 from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.hopper.chunks import (
@@ -47,7 +48,6 @@ from jenga_kernels.triton.recurrent.hopper.chunks import (
     zero_rows,
 )
 from jenga_kernels.triton.recurrent.hopper.segments import (
-    await_kernel_before,
     checkpoints_through,
     segment_at,
     segment_range,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jenga_kernels.triton.lib.gluon_device import await_kernel_before
 from jenga_kernels.triton.lib.groups import with_groups
 from jenga_kernels.triton.recurrent.groups import Checkpoints, Requests
 from jenga_kernels.triton.recurrent.hopper.chunks import (
@@ -44,7 +45,6 @@ from jenga_kernels.triton.recurrent.hopper.chunks import (
     zero_rows,
 )
 from jenga_kernels.triton.recurrent.hopper.segments import (
-    await_kernel_before,
     checkpoints_through,
     segment_at,
     segment_range,

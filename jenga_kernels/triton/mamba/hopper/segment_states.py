@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jenga_kernels.triton.lib.gluon_device import let_next_begin
 from jenga_kernels.triton.recurrent.hopper.chunks import (
     CHANNELS,
     LEFT_LAYOUT,
@@ -28,7 +29,7 @@ from jenga_kernels.triton.recurrent.hopper.chunks import (
     load_tile,
     store_state,
 )
-from jenga_kernels.triton.recurrent.hopper.segments import let_next_begin, segment_at, segment_range
+from jenga_kernels.triton.recurrent.hopper.segments import segment_at, segment_range
 
 STAGES = gl.constexpr(3)
 """Chunks in shared memory: the current one, and those that are being loaded."""

@@ -20,24 +20,6 @@ NUMBERS_LAYOUT = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([4, 1], [32, 1]
 
 
 @gluon.jit
-def let_next_begin(IS_FOLLOWED: gl.constexpr):
-    """Do what `device.let_next_begin` does."""
-    if IS_FOLLOWED:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def await_kernel_before(IS_OVERLAPPED: gl.constexpr):
-    """Do what `device.await_kernel_before` does."""
-    if IS_OVERLAPPED:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
 def _add(a, b):
     return a + b
 
