@@ -355,7 +355,7 @@ def test_graphs_of_more_requests_than_states_fit_are_captured_and_replayed(tiny_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "draft", "arena_bytes"),
-    [("gemma2", "gemma2_draft", 3 << 18), ("granite_calm", "granite_echo", 3 << 19)],
+    [("gemma2", "gemma2_draft", 3 << 18), ("granite_calm", "granite_echo", 3 << 18)],
     ids=["windows", "states"],
 )
 def test_the_length_named_runs_in_the_real_engine_with_drafts(

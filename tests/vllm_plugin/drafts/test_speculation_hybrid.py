@@ -90,9 +90,9 @@ def test_drafting_hybrids_are_preempted_in_a_small_arena_and_lose_nothing(
     caching, tiny_model, run_engine
 ):
     model, draft = tiny_model("granite_calm"), tiny_model("granite_echo")
-    prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5)
+    prompts = prompts_of_lengths((180, 190, 170, 185, 175, 150), seed=5)
     options = CUTS | {"max_num_seqs": 6}
-    small = {"enable_prefix_caching": caching, "kv_cache_memory_bytes": 13 << 18}
+    small = {"enable_prefix_caching": caching, "kv_cache_memory_bytes": 10 << 18}
 
     plain = run_engine(model, prompts, max_tokens=60, options=options)
     ours = run_ours(
