@@ -13,7 +13,8 @@ prompt alone. For each cell the suite does this:
 3. It replays all systems at 50, 75, 90 and 120 % of stock's capacity.
 
 The first quarter of the arrivals only warms the cache up and does not count. These requests arrive
-no faster than a GPU can serve without hits. `--cold` leaves the warm-up out. The systems are:
+no faster than a GPU can serve without hits. `--cold` leaves the warm-up out. With `--scheduler
+vllm`, vLLM's own scheduler runs instead of the simulator's. The systems are:
 
     jenga           ours with its default policy; `jenga POLICY` with another one by its name
     oracle          ours with a policy that knows the trace (`jenga.sim.replays.oracle`)
@@ -111,9 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = [path for path in (*options.known, options.out) if path.exists()]
     num_failed = 0 if options.table else _measure(options, paths)
     paths = [path for path in (*options.known, options.out) if path.exists()]
-    scheduling = "asynchronous" if options.asynchronous else "synchronous"
-    warm_up_share = 0.0 if options.cold else WARM_UP_SHARE
-    setup = scheduling, warm_up_share
+    plan = _plan(options)
+    setup = plan.scheduling, plan.warm_up_share
     rows = [row for row in read(paths) if (row["scheduling"], row["warm_up_share"]) == setup]
     text = as_markdown(
         rows,
@@ -178,6 +178,12 @@ def _parser() -> argparse.ArgumentParser:
         "--asynchronous", action="store_true", help="schedule a step while the one before it runs"
     )
     parser.add_argument(
+        "--scheduler",
+        choices=("own", "vllm"),
+        default="own",
+        help="the simulator's scheduler, or vLLM's own with the plugin's manager or vLLM's",
+    )
+    parser.add_argument(
         "--cold", action="store_true", help="no warm-up: all requests arrive at one rate and count"
     )
     parser.add_argument(
@@ -212,17 +218,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(options: argparse.Namespace, paths: Sequence[Path]) -> int:
-    """Measure all cells, and return the number of failed replays."""
-    plan = Plan(
+def _plan(options: argparse.Namespace) -> Plan:
+    return Plan(
         systems=options.systems,
         settings=options.stock,
         loads=options.loads,
         out=options.out,
         mooncake=options.mooncake,
         is_asynchronous=options.asynchronous,
+        uses_engine=options.scheduler == "vllm",
         warm_up_share=0.0 if options.cold else WARM_UP_SHARE,
     )
+
+
+def _measure(options: argparse.Namespace, paths: Sequence[Path]) -> int:
+    """Measure all cells, and return the number of failed replays."""
+    plan = _plan(options)
     known = by_cell(read(paths))
     chosen = cells(options.models, options.budgets, options.workloads, options.seeds)
     end_s = time.monotonic() + 60 * options.minutes if options.minutes else None

@@ -14,11 +14,13 @@ from jenga.sim.batching.arena import ActiveRequest, Arena
 from jenga.sim.batching.scheduler import STEPS_IN_FLIGHT, Scheduler
 from jenga.sim.replays.oracle import Oracle
 from jenga.sim.replays.replay import Replay
+from jenga.sim.replays.session import Machine, Settings
 from jenga.sim.results.quantiles import Quantiles
 from jenga.sim.workload.requests import Request
 from perf.serving.cases import (
     LIMITS,
     ORACLE,
+    OURS,
     STOCK,
     UNLIMITED,
     Cell,
@@ -100,6 +102,7 @@ class Runner:
         *,
         mooncake: Path | None = None,
         is_asynchronous: bool = False,
+        uses_engine: bool = False,
         warm_up_share: float = WARM_UP_SHARE,
     ) -> None:
         """Prepare the cell's trace; replay nothing yet.
@@ -108,12 +111,14 @@ class Runner:
             cell: The cell.
             mooncake: File of Mooncake's trace, for its cells.
             is_asynchronous: Whether a step is scheduled while the one before it runs.
+            uses_engine: Whether vLLM's own scheduler runs, with the plugin's manager or vLLM's.
             warm_up_share: Share of the arrivals, 0 to 1, that belong to the warm-up.
         """
         self.cell = cell
         self._warm_up_share = warm_up_share
         self.trace: Trace = cell.trace(mooncake)
         self._is_asynchronous = is_asynchronous
+        self._uses_engine = uses_engine
         self._one = machine(cell.model)
         self._clock = clock_of(self._one)
 
@@ -196,6 +201,39 @@ class Runner:
             eviction_policy=policy if oracle is None else lambda: oracle,
         )
 
+    def _engine_replay(
+        self, system: str, arena_bytes: int, requests: Sequence[Request], ended: "_Ended"
+    ) -> Replay:
+        """Make a replay under vLLM's own scheduler."""
+        # Takes seconds, and needs vLLM.
+        from jenga.engine_scheduler import make_engine
+
+        name, _, option = system.partition(" ")
+        if system not in (OURS, UNLIMITED) and name != STOCK:
+            msg = f"system must be {OURS!r} or {STOCK!r} under vLLM's scheduler, got {system!r}"
+            raise ValueError(msg)
+        scheduler, memory = make_engine(
+            "vllm" if name == STOCK else "jenga",
+            Machine(
+                model=self._one.model,
+                arena_bytes=arena_bytes,
+                clock=self._clock,
+                gpu=self._one.gpu.name,
+            ),
+            Settings(
+                is_asynchronous=self._is_asynchronous,
+                stock=read_stock_options(option or "default"),
+            ),
+        )
+        return Replay.under(
+            scheduler,
+            requests,
+            memory,
+            clock=self._clock,
+            is_asynchronous=self._is_asynchronous,
+            on_end=ended.add,
+        )
+
     def run(self, system: str, rate: float, *, cut_s: float | None = None) -> Result:
         """Replay the cell.
 
@@ -206,7 +244,8 @@ class Runner:
                 the arena's memory is not sampled. None means to run to the end.
 
         Raises:
-            ValueError: The system refuses the model or the arena.
+            ValueError: The system refuses the model or the arena, or vLLM's scheduler has no such
+                system.
         """
         arriving = self.requests(rate)
         requests = arriving.requests
@@ -214,17 +253,20 @@ class Runner:
         if system == UNLIMITED:
             arena_bytes = max(arena_bytes, self._unlimited_bytes(requests))
         oracle = Oracle(requests) if system == ORACLE else None
-        arena = self._arena(system, arena_bytes, oracle)
-        if oracle is not None and isinstance(arena, ManagedArena):
-            oracle.attach(arena.manager.prefix_cache.tree)
         ended = _Ended(arriving.warming)
-        replay = Replay(
-            requests,
-            arena,
-            clock=self._clock,
-            is_asynchronous=self._is_asynchronous,
-            on_end=ended.add,
-        )
+        if self._uses_engine:
+            replay = self._engine_replay(system, arena_bytes, requests, ended)
+        else:
+            arena = self._arena(system, arena_bytes, oracle)
+            if oracle is not None and isinstance(arena, ManagedArena):
+                oracle.attach(arena.manager.prefix_cache.tree)
+            replay = Replay(
+                requests,
+                arena,
+                clock=self._clock,
+                is_asynchronous=self._is_asynchronous,
+                on_end=ended.add,
+            )
         num_counted = len(requests) - len(arriving.warming)
         most_late = num_counted - 1 - round(TAIL * (num_counted - 1))
         held_bytes = used_bytes = 0

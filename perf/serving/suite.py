@@ -53,6 +53,7 @@ class Plan:
         out: File of the rows.
         mooncake: File of Mooncake's trace. None means that no cell needs it.
         is_asynchronous: Whether a step is scheduled while the one before it runs.
+        uses_engine: Whether vLLM's own scheduler runs.
         warm_up_share: Share of the arrivals, 0 to 1, that only warm the cache up and do not count.
     """
 
@@ -62,7 +63,14 @@ class Plan:
     out: Path
     mooncake: Path | None = None
     is_asynchronous: bool = False
+    uses_engine: bool = False
     warm_up_share: float = WARM_UP_SHARE
+
+    @property
+    def scheduling(self) -> str:
+        """Name of the way in which steps are scheduled, in rows."""
+        way = "asynchronous" if self.is_asynchronous else "synchronous"
+        return f"{way}, by vLLM" if self.uses_engine else way
 
 
 def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
@@ -82,11 +90,12 @@ def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
         cell,
         mooncake=plan.mooncake,
         is_asynchronous=plan.is_asynchronous,
+        uses_engine=plan.uses_engine,
         warm_up_share=plan.warm_up_share,
     )
     one = machine(cell.model)
     common: Row = {
-        "scheduling": "asynchronous" if plan.is_asynchronous else "synchronous",
+        "scheduling": plan.scheduling,
         "warm_up_share": plan.warm_up_share,
         "gpu": f"{one.ranks} {one.gpu.name}",
         "arena_bytes": cell.arena_bytes,
