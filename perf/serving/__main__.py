@@ -63,7 +63,7 @@ from perf.serving.cases import (
 )
 from perf.serving.rows import Row, by_cell, read
 from perf.serving.run import WARM_UP_SHARE
-from perf.serving.suite import Plan, measure
+from perf.serving.suite import Plan, measure_timed
 from perf.serving.table import as_markdown, read_causes
 
 QUICK = {
@@ -267,7 +267,7 @@ def _measured(
 
     if jobs == 1:
         for cell in next_cells():
-            yield _timed(cell, plan, known.get(cell, []))
+            yield measure_timed(cell, plan, known.get(cell, []))
         return
     waiting = next_cells()
     # A forked process would share state that vLLM has initialized.
@@ -275,17 +275,12 @@ def _measured(
         running: set[Future[tuple[Cell, int, float]]] = set()
         while True:
             for cell in islice(waiting, jobs - len(running)):
-                running.add(pool.submit(_timed, cell, plan, known.get(cell, [])))
+                running.add(pool.submit(measure_timed, cell, plan, known.get(cell, [])))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for each in done:
                 yield each.result()
-
-
-def _timed(cell: Cell, plan: Plan, rows: list[Row]) -> tuple[Cell, int, float]:
-    start_s = time.monotonic()
-    return cell, measure(cell, plan, rows), time.monotonic() - start_s
 
 
 if __name__ == "__main__":

@@ -105,6 +105,18 @@ def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
     return _Measuring(runner, RowFile(cell, rows, plan.out, common)).all(plan)
 
 
+def measure_timed(cell: Cell, plan: Plan, rows: Iterable[Row]) -> tuple[Cell, int, float]:
+    """Measure a cell as `measure` does.
+
+    It is not in `__main__`, whose functions another process cannot import.
+
+    Returns:
+        The cell, the number of replays that failed, and the seconds that it took.
+    """
+    start_s = time.monotonic()
+    return cell, measure(cell, plan, rows), time.monotonic() - start_s
+
+
 def _vllm_version() -> str:
     """Return vLLM's version; empty if it is not installed.
 
