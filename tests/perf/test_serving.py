@@ -1,6 +1,8 @@
 """The suite of workloads in time: its cells, its search, its rows and its table."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -234,6 +236,29 @@ def test_a_probe_is_cut_only_where_it_is_over_the_limit():
     assert runner.run("jenga", fast).ttft_p99_s > limit_s
 
 
+@pytest.mark.usefixtures("small_workload")
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("system", ["jenga", "vllm match=16"])
+def test_vllms_own_scheduler_gives_the_same(system, is_asynchronous):
+    pytest.importorskip("vllm", reason="its scheduler runs")
+    own, engine = (
+        Runner(SMALL, is_asynchronous=is_asynchronous, uses_engine=uses_engine)
+        for uses_engine in (False, True)
+    )
+    rate = 2 * own.nominal_rate
+
+    expected = own.run(system, rate)
+
+    assert expected.hit_percent > 30
+    assert replace(engine.run(system, rate), cpu_s=0.0) == replace(expected, cpu_s=0.0)
+
+
+def test_vllms_own_scheduler_has_no_other_systems():
+    runner = Runner(SMALL, uses_engine=True)
+    with pytest.raises(ValueError, match="must be 'jenga' or 'vllm' under vLLM's scheduler"):
+        runner.run("oracle", 1.0)
+
+
 @pytest.mark.parametrize("workload", ["agents", "rag", "samples"])
 def test_the_first_quarter_of_the_arrivals_comes_as_fast_as_a_gpu_keeps_up_without_hits(workload):
     runner = Runner(Cell("granite-4.0-h-small", 1.0, workload, 0))
@@ -381,6 +406,19 @@ def test_the_command_measures_in_processes_and_writes_its_table(tmp_path, capsys
     assert rows.read_text() == first
     assert "1/1 llama-3.1-8b x0.25 articles seed 0" in capsys.readouterr().err
     assert "## Capacity over stock's best" in table.read_text()
+
+
+def test_several_processes_measure(tmp_path):
+    pytest.importorskip("vllm", reason="vLLM's own manager is replayed")
+    rows = tmp_path / "rows.jsonl"
+    command_line = [sys.executable, "-m", "perf.serving", "--jobs", "2", "--out", str(rows)]
+    command_line += ["--models", "llama-3.1-8b", "--budgets", "0.25", "--workloads", "samples"]
+    command_line += ["--seeds", "0", "1", "--loads", "--systems", "--stock", "retention=4096"]
+
+    ended = subprocess.run(command_line, capture_output=True, text=True, check=False)
+
+    # A model of one layer type has no such setting, so nothing is searched.
+    assert "2/2 llama-3.1-8b" in ended.stderr, ended.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
