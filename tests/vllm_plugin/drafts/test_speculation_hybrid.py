@@ -90,16 +90,16 @@ def test_drafting_hybrids_are_preempted_in_a_small_arena_and_lose_nothing(
     caching, tiny_model, run_engine
 ):
     model, draft = tiny_model("granite_calm"), tiny_model("granite_echo")
-    prompts = prompts_of_lengths((180, 190, 170, 185, 175, 150), seed=5)
+    prompts = prompts_of_lengths((40, 50, 45, 55, 35, 60), seed=5)
     options = CUTS | {"max_num_seqs": 6}
-    small = {"enable_prefix_caching": caching, "kv_cache_memory_bytes": 10 << 18}
+    small = {"enable_prefix_caching": caching, "kv_cache_memory_bytes": 16 << 18}
 
-    plain = run_engine(model, prompts, max_tokens=60, options=options)
+    plain = run_engine(model, prompts, max_tokens=180, options=options)
     ours = run_ours(
         run_engine,
         model,
         prompts,
-        max_tokens=60,
+        max_tokens=180,
         options=options | by_draft(draft) | small,
         environment=NO_HISTORIES,
     )
