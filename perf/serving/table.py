@@ -83,8 +83,8 @@ def _head(rows: Sequence[Row], results: Results) -> str:
     return f"""# Serving in time
 
 `{results.system}` beside vLLM's own manager in its best setting, on made-up requests that arrive
-over time. All seconds are a roofline's. {num_cells} cells (model, arena, workload, seed),
-{len(rows)} rows; {"; ".join(versions)}.
+over time. All seconds are a roofline's. Scheduling is {_scheduling(rows)}.
+{num_cells} cells (model, arena, workload, seed), {len(rows)} rows; {"; ".join(versions)}.
 
 * A capacity is the highest rate of arrivals at which TTFT p99 stays within {LIMITS[0]} times that
   of the longest prompt alone, on a grid of 2.9 %. Of stock it is that of its best setting.
@@ -93,6 +93,10 @@ over time. All seconds are a roofline's. {num_cells} cells (model, arena, worklo
 * The first quarter of the arrivals only warms the cache up and does not count, unless said so.
 * `{ORACLE}` is ours with a policy that knows the trace, `{UNLIMITED}` ours with memory without end.
   `x0.25` is a quarter of the arena."""
+
+
+def _scheduling(rows: Sequence[Row]) -> str:
+    return " and ".join(sorted({row["scheduling"] for row in rows})) or "unknown"
 
 
 def _goals(results: Results) -> str:

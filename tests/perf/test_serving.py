@@ -451,3 +451,12 @@ def test_every_loss_has_a_cause_and_the_page_of_all_cells_is_that_of_the_rows():
     assert {loss.name for loss in Results(rows).losses} == causes.keys()
     assert all(causes.values())
     assert out.with_suffix(".md").read_text(encoding="utf-8") == as_markdown(rows, causes=causes)
+
+
+def test_the_page_of_vllms_own_scheduler_is_that_of_the_rows():
+    out = command.OUT.with_name("serving_engine.jsonl")
+    rows = read([out])
+
+    assert {row["scheduling"] for row in rows} == {"asynchronous, by vLLM"}
+    assert len({row["model"] for row in rows}) >= 3
+    assert out.with_suffix(".md").read_text(encoding="utf-8") == as_markdown(rows, causes={})
