@@ -179,15 +179,16 @@ class LargePages:
         """
         return (rank >= PINNED_RANK or rank < 0) and self.evictor is not None and self.evictor()
 
-    def is_pinned_next(self, rank: int) -> bool:
+    def is_pinned_next(self, rank: int, num_taken: int = 0) -> bool:
         """Whether a checkpoint has to go before any page can be had.
 
         It is false if there is a source that may have a large page.
 
         Args:
             rank: Lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
+            num_taken: Number of empty large pages that others take before.
         """
-        return not self.num_empty and self.source is None and rank >= PINNED_RANK
+        return self.num_empty <= num_taken and self.source is None and rank >= PINNED_RANK
 
     def _evict_oldest(self, taker: int) -> None:
         """Empty the reclaimable large page of the lowest rank. There must be one."""

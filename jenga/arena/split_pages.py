@@ -206,9 +206,12 @@ class SplitPages(SplitBooks):
         else:
             large_pages.make_empty(1, self.index)
 
-    @property
-    def costs_checkpoint(self) -> bool:
-        """Whether taking another small page would evict a checkpoint."""
+    def costs_checkpoint(self, num_taken: int = 0) -> bool:
+        """Whether taking another small page would evict a checkpoint.
+
+        Args:
+            num_taken: Number of empty large pages that other page tables take before.
+        """
         empty, evictable = self._empty, self._evictable
         if evictable.loose or any(
             bins.fullest() != NULL_LARGE_PAGE for bins in (empty.free, empty.idle, empty.claimed)
@@ -216,7 +219,7 @@ class SplitPages(SplitBooks):
             return False
         ranks = evictable.in_use.peek_rank(), self._large_pages.reclaimable.peek_rank()
         lowest = min((rank for rank in ranks if rank != NOT_QUEUED), default=NOT_QUEUED)
-        return self._large_pages.is_pinned_next(lowest)
+        return self._large_pages.is_pinned_next(lowest, num_taken)
 
     def _take_loose(self, num_used: int, pages: list[SmallPageId]) -> bool:
         """Take a loose page of a large page with more than `num_used` used small pages."""

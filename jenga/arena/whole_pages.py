@@ -75,10 +75,13 @@ class WholePages:
         """Number of large pages held."""
         return self.num_used + self.num_evictable
 
-    @property
-    def costs_checkpoint(self) -> bool:
-        """Whether taking another small page would evict a checkpoint."""
-        return self._large_pages.is_pinned_next(self._queue.peek_rank())
+    def costs_checkpoint(self, num_taken: int = 0) -> bool:
+        """Whether taking another small page would evict a checkpoint.
+
+        Args:
+            num_taken: Number of empty large pages that other page tables take before.
+        """
+        return self._large_pages.is_pinned_next(self._queue.peek_rank(), num_taken)
 
     def rank(self, page: SmallPageId) -> int:
         """Return the rank of an evictable page."""

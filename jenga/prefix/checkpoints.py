@@ -302,7 +302,7 @@ class Checkpoints:
         if (
             before is None
             or self._host is not None
-            or not any(table.pages.costs_checkpoint for table in self.states)
+            or not any(table.pages.costs_checkpoint(i) for i, table in enumerate(self.states))
         ):
             return False
         kind = request.checkpoints.plan.get(num_tokens)

@@ -479,6 +479,29 @@ def test_an_answer_s_states_do_not_cost_a_checkpoint_that_is_worth_more():
     manager.check()
 
 
+@pytest.mark.parametrize("num_empty", [0, 1, 2])
+def test_states_of_several_tables_are_weighed_even_if_some_of_them_find_empty_pages(num_empty):
+    cut = geometry(
+        "two states",
+        full(tokens=16, slot_bytes=16, per_large=8),
+        state("s1", slot_bytes=2048),
+        state("s2", slot_bytes=2048),
+    )
+    # The article takes three large pages and two for its states, the request one and two.
+    manager = manager_of(cut, 1 + 8 + num_empty, eviction_policy=BySavedTokens())
+    article, keys = hashes(320, name="x"), hashes(800)
+    ask(manager, 320, keys=article)
+    come(manager, "a", 100, keys=keys, prompt_tokens=100)
+    empty_bytes = manager.memory().empty_large_bytes
+    assert empty_bytes == num_empty * cut.large_page_bytes
+
+    assert manager.keep_state("a", keys[5], 96) == (num_empty == 2)
+
+    assert kept(manager, article) == {304: Kind.PROMPT_END}
+    manager.free("a")
+    manager.check()
+
+
 def test_an_answer_that_another_request_has_gone_on_from_stays():
     manager = manager_of(HYBRID)
     keys = hashes(400)
