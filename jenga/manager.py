@@ -487,7 +487,7 @@ class Manager:
         if full_tokens > num_tokens and self._requests:
             # Other requests grow while this prompt is computed.
             reserve_large_pages = max(reserve_large_pages, self.occupancy.growth_large_pages)
-        reserve_large_pages += self._gate.reserved_large_pages(start, self._step)
+        reserve_large_pages += self._gate.reserved_large_pages(request_id, start, self._step)
         self._growth.give_up(request)
         try:
             taken = self._allocation.allocate_pages(

@@ -96,16 +96,34 @@ class AdmissionGate:
         """
         return sorted(self._checkpoints.planned(request, self.wait_queue.branch_tokens(request_id)))
 
-    def reserved_large_pages(self, start: HitStart | None, step: int) -> int:
+    def reserved_large_pages(self, request_id: str, start: HitStart | None, step: int) -> int:
         """Return the number of large pages that this admission must leave free.
 
-        It is 0 for a request that takes little beside what it finds, because waiting would save
-        nothing. It is also 0 when no request is running. A request that took part in no step for
-        `IDLE_STEPS` steps, as a session between two turns, counts as not running. It will not free
-        anything by itself. Nor is anything left for a queue that is known to be short.
+        It is 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
+        steps, as a session between two turns, counts as not running. It will not free anything by
+        itself.
         """
-        if all(request.last_step < step - IDLE_STEPS for request in self._requests.values()):
+        if not self._reserve.left_share or all(
+            request.last_step < step - IDLE_STEPS for request in self._requests.values()
+        ):
             return 0
+        return max(self._state_large_pages(request_id), self._cache_large_pages(start))
+
+    def _state_large_pages(self, request_id: str) -> int:
+        """Return the large pages for the states that waiting requests will start from.
+
+        Further samples of a prompt share its keys and values with it, but each of them copies the
+        state at its end. Without room for that state each would compute the prompt again.
+        """
+        states = self._checkpoints.states
+        return len(states) if states and self.wait_queue.branch_tokens(request_id) else 0
+
+    def _cache_large_pages(self, start: HitStart | None) -> int:
+        """Return the large pages that are left to cached content.
+
+        It is 0 for a request that takes little beside what it finds, because waiting would save
+        nothing. Nor is anything left for a queue that is known to be short.
+        """
         if start is not None and self._checkpoints.takes_little(start.hit):
             return 0
         wait_queue = self.wait_queue

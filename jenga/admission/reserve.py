@@ -47,15 +47,19 @@ def default_left_share(*, has_host: bool) -> float:
 
 
 class CacheReserve:
-    """Computes how many large pages an admission leaves to the cache."""
+    """Computes how many large pages an admission leaves to the cache.
+
+    Attributes:
+        left_share: Largest share of the arena that is left, from 0 to below 1.
+    """
 
     __slots__ = (
         "_asked_tokens",
         "_large_pages",
-        "_left_share",
         "_num_steps",
         "_reread_tokens",
         "_step_tokens",
+        "left_share",
     )
 
     def __init__(
@@ -79,7 +83,7 @@ class CacheReserve:
         check_number("step_tokens", step_tokens)
         self._large_pages = allocator.large_pages
         self._step_tokens = step_tokens
-        self._left_share = left_share
+        self.left_share = left_share
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
 
     def count_step(self) -> None:
@@ -126,5 +130,5 @@ class CacheReserve:
             num_cached -= sum(sharing.num_revived_large for sharing in hits if sharing is not None)
         reread_share = (self._reread_tokens + reread_tokens) / asked
         # Large pages that other engines have do not count. The null page does.
-        most_left = self._left_share * (self._large_pages.num_owned + 1)
+        most_left = self.left_share * (self._large_pages.num_owned + 1)
         return max(0, min(num_cached, int(most_left * reread_share * self.prompt_share**2)))

@@ -226,7 +226,7 @@ class WaitQueue:
                     yield other_id, shared * self._hash_tokens
 
     def branch_tokens(self, request_id: str) -> set[int]:
-        """Return token counts at which waiting requests part from the text of a request."""
+        """Return token counts at which other waiting requests part from the text of a request."""
         waiter = self._waiters.get(request_id)
         if waiter is None:
             return set()
@@ -237,6 +237,7 @@ class WaitQueue:
             last = tokens // self._hash_tokens - 1
             if (
                 tokens
+                and other is not waiter
                 and tokens not in found
                 and last < len(hashes)
                 and hashes[last] == other.prefix_hashes[last]

@@ -397,3 +397,63 @@ def test_an_admission_does_not_wait_for_a_session_between_its_turns():
 
     assert manager.is_running("runs")
     manager.check()
+
+
+# Room for states
+
+
+@pytest.mark.parametrize(("num_waiting", "has_room"), [(2, False), (2, True), (1, False)])
+def test_a_sample_leaves_the_state_that_other_samples_will_start_from(num_waiting, has_room):
+    # A sample that runs takes five pages and a state, and its prompt's state is kept. Another one
+    # takes a page and a state.
+    manager = manager_of(HYBRID, 1 + 6 + 1 + (2 if has_room else 1))
+    run_sample(manager, "runs")
+    for number in range(num_waiting):
+        wait(manager, f"{number}", 65, prefix="a")
+
+    if num_waiting == 1 or has_room:
+        admit(manager, "0", 65, prefix="a")
+        assert hit_tokens(manager, 65, prefix="a") == (64 if has_room else 0)
+    else:
+        with pytest.raises(OutOfPagesError, match="1 more left to others"):
+            admit(manager, "0", 65, prefix="a")
+        assert hit_tokens(manager, 65, prefix="a") == 64
+    manager.check()
+
+
+def test_a_prompt_leaves_room_for_the_state_that_others_wait_for():
+    manager = manager_of(HYBRID, 1 + 2 + 6)
+    compute(manager, "runs", 16, prefix="b", free=False)
+    for name in ("first", "second"):
+        wait(manager, name, 65, prefix="a")
+
+    # Five pages and a state are free. The state at the end of the prompt would find no page.
+    with pytest.raises(OutOfPagesError, match="1 more left to others"):
+        admit(manager, "first", 65, prefix="a")
+
+    manager.free("runs")
+    run_sample(manager, "first")
+    assert hit_tokens(manager, 65, prefix="a") == 64
+    manager.check()
+
+
+def test_no_room_is_left_for_states_if_the_share_is_nothing():
+    manager = manager_of(HYBRID, 1 + 6 + 1 + 1, left_share=0)
+    run_sample(manager, "runs")
+    for number in range(2):
+        wait(manager, f"{number}", 65, prefix="a")
+
+    admit(manager, "0", 65, prefix="a")
+
+    assert hit_tokens(manager, 65, prefix="a") == 0
+
+
+def run_sample(manager, name):
+    """Let a request compute its prompt, keep the state at its end, and go on running."""
+    admit(manager, name, 65, prefix="a")
+    keys = hashes(65, name="a")
+    assert manager.keep_state(name, keys[3], 64)
+    manager.take_copies()
+    manager.new_step()
+    manager.commit(name, keys, 65)
+    manager.check()
