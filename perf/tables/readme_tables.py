@@ -658,10 +658,16 @@ def _all_shapes() -> str:
     found = {folder: read_groups(RESULTS / folder) for folder in GPU_NAMES}
     every = [compare(found[folder][name], peer) for folder, name, peer in COMPARED]
     compared = [each for each in every if each is not None]
+    num_pairs = sum(len(each.ratios) for each in compared)
+    num_changed = sum(each.num_changed for each in compared)
+    changed = (
+        "All these kernels have changed since they were timed"
+        if num_changed == num_pairs
+        else f"The kernels of {num_changed} pairs have changed since they were timed"
+    )
     return (
-        f"Over {sum(len(each.ratios) for each in compared)} pairs of a shape and a peer, ours is "
-        f"slower in {sum(each.num_behind for each in compared)}. The kernels of "
-        f"{sum(each.num_changed for each in compared)} pairs have changed since they were timed."
+        f"Over {num_pairs} pairs of a shape and a peer, ours is slower in "
+        f"{sum(each.num_behind for each in compared)}. {changed}, and were not timed again."
     )
 
 

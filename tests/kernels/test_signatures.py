@@ -53,14 +53,19 @@ def lists_of_arguments(name):
 
 def test_references_exist():
     assert {"kv_store", "paged_attention", "attention_merge", "page_copy"} <= set(OPERATIONS)
+    assert sorted(OPERATIONS) == reference.__all__
+
+    with pytest.raises(AttributeError, match="no attribute 'paged_attentoin'"):
+        _ = reference.paged_attentoin
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_reference_has_the_signature_of_its_operation(name):
     operation = getattr(jenga_kernels, name)
     home = operation.__module__.replace("jenga_kernels.", "jenga_kernels.reference.")
-    reference_operation = getattr(importlib.import_module(home), name)
+    reference_operation = getattr(reference, name)
 
+    assert reference_operation is getattr(importlib.import_module(home), name)
     assert inspect.signature(reference_operation) == inspect.signature(operation)
 
 
