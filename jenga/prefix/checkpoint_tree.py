@@ -33,18 +33,12 @@ from jenga.prefix.eviction_log import EvictionCause, EvictionLog
 from jenga.prefix.eviction_pool import EvictionPool
 from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
+from jenga.prefix.question_length import QuestionLength
 from jenga.tables.point_parts import PointParts
 from jenga.tables.request import StatePage
 
 IMAGE = "image"
 """First element of the names of images among names of points."""
-
-QUESTION_TOKENS = 512
-"""Distance from the end of a prompt at which an additional checkpoint is left.
-
-Most questions are shorter. The text before a question is then found by the second question, and not
-only by the third.
-"""
 
 CUT_TOKENS = 1024
 """Number of tokens taken at a time from the end of a checkpoint without windows and states."""
@@ -76,6 +70,7 @@ class CheckpointTree:
         parts: Page tables, by the part of a checkpoint that they have, and the bytes of each part.
         points: Points that are remembered, and the time.
         pool: Checkpoints that may be evicted, and the choice of the next one.
+        questions: How long the questions at the ends of prompts are.
         log: Record of the checkpoints that are lost. None, the default, records none.
         num_evicted: Number of checkpoints evicted whole so far. Cut ends are not counted.
         num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
@@ -103,6 +98,7 @@ class CheckpointTree:
         "parts",
         "points",
         "pool",
+        "questions",
     )
 
     def __init__(
@@ -147,6 +143,7 @@ class CheckpointTree:
         self.pool = EvictionPool(
             self.parts, policy, self.points, self._named, arena_bytes=arena_bytes
         )
+        self.questions = QuestionLength()
         self.log: EvictionLog | None = None
         self.num_evicted = self.num_lost_bytes = 0
 
@@ -299,7 +296,7 @@ class CheckpointTree:
         if (
             guess is None
             or guess.point.kind != Kind.BEFORE_END
-            or node.num_tokens - guess.num_tokens > QUESTION_TOKENS
+            or node.num_tokens - guess.num_tokens > self.questions.distance(node.num_tokens)
         ):
             return
         self.points.pass_on_reads(guess.point, node.point)

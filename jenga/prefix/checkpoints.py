@@ -3,7 +3,8 @@
 A request leaves checkpoints in these places:
 
 - At the end of its prompt, since the prompt may be sent again.
-- Some hundred tokens before that, since the next prompt may end with another question.
+- Before the question at its end, as far as its length is known (`jenga.prefix.question_length`),
+  since the next prompt may end with another question.
 - At the point where it parts from a cached text.
 - At points where other requests are known to have parted.
 - At the end of its answer, since a conversation goes on from there.
@@ -23,7 +24,7 @@ from jenga.arena.allocator import Allocator
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
 from jenga.page_ids import NULL_PAGE, HostPageId, SmallPageId
-from jenga.prefix.checkpoint_tree import QUESTION_TOKENS, CheckpointTree
+from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.prefix.copy_orders import CopyOrders
 from jenga.prefix.eviction_notices import EvictionNotices
 from jenga.prefix.host_cache import HostCache
@@ -155,7 +156,10 @@ class Checkpoints:
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
         if tree.parts.has_point_pages:
-            plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
+            if branch_tokens:
+                tree.questions.observe(prompt_tokens, branch_tokens)
+            distance = tree.questions.distance(prompt_tokens)
+            plan[self._aligned(prompt_tokens - 1 - distance)] = Kind.BEFORE_END
         plan[end] = Kind.PROMPT_END
         if not hit_tokens or branch_tokens - hit_tokens >= self._least_gap:
             plan[branch_tokens] = Kind.BRANCH

@@ -2,12 +2,11 @@
 
 import pytest
 
-from jenga.prefix import checkpoint_tree, checkpoints, eviction_pool
+from jenga.prefix import checkpoint_tree, eviction_pool, question_length
 
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
-    for module in (checkpoints, checkpoint_tree):
-        monkeypatch.setattr(module, "QUESTION_TOKENS", 8)
+    monkeypatch.setattr(question_length, "QUESTION_TOKENS", 8)
     monkeypatch.setattr(checkpoint_tree, "CUT_TOKENS", 8)
     monkeypatch.setattr(eviction_pool, "NUM_DRAWN", 4)

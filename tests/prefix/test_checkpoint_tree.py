@@ -9,7 +9,7 @@ from jenga.arena.ranks import PINNED_RANK
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
-from jenga.prefix import checkpoint_tree, eviction_pool
+from jenga.prefix import checkpoint_tree, eviction_pool, question_length
 from jenga.prefix.new_points import NewPoints
 from jenga.tables.content_index import ContentIndex
 from tests.eviction.arena import FACTS, Arena, hashes
@@ -44,7 +44,7 @@ TEXT = "the quick brown fox jumps over the lazy dog and runs away"
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
     monkeypatch.setattr(checkpoint_tree, "CUT_TOKENS", 8)
-    monkeypatch.setattr(checkpoint_tree, "QUESTION_TOKENS", 8)
+    monkeypatch.setattr(question_length, "QUESTION_TOKENS", 8)
 
 
 def num_cached(arena):

@@ -8,8 +8,8 @@ from jenga.eviction.points import Kind, Past
 from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
-from jenga.prefix.checkpoint_tree import QUESTION_TOKENS
 from jenga.prefix.checkpoints import ANSWER_TOKENS
+from jenga.prefix.question_length import QUESTION_TOKENS
 from jenga.tables.request import CopyPath
 from tests.machines.geometries import cross, embedding, full, geometry, sliding, state
 from tests.manager.test_manager import compute, hashes
@@ -144,6 +144,19 @@ def test_the_second_reader_of_a_text_hits_it_though_questions_differ(cut):
     assert kept(manager, second)[2048] == Kind.BRANCH
     assert hit_tokens == 2048 or hit_tokens not in kept(manager, second)
     assert ask(manager, 2208, keys=[*text, *hashes(160, name="z")]) == 2048
+
+
+def test_after_long_questions_the_second_reader_of_a_text_hits_it_too():
+    manager = manager_of(HYBRID, 1500)
+    hits = []
+    for text in "abc":
+        for name in "xy":
+            keys = [*hashes(4096, name=text), *hashes(1600, name=text + name)]
+            hits.append(ask(manager, 5696, keys=keys))
+
+    # Only the second reader of the first text shows how long the questions are.
+    assert hits[:3] == [0, 0, 0] == [*hits[:2], hits[4]]
+    assert 4096 - 2048 < hits[3] == hits[5] <= 4096
 
 
 def test_a_known_branch_is_left_again_by_whoever_passes_it():
