@@ -32,8 +32,8 @@ from jenga.policies import RequestFacts
 from jenga.prefix.eviction_log import EvictionCause, EvictionLog
 from jenga.prefix.eviction_pool import EvictionPool
 from jenga.prefix.host_cache import HostCache
-from jenga.tables.page_table import Table
 from jenga.prefix.question_length import QuestionLength
+from jenga.tables.page_table import Table
 from jenga.tables.point_parts import PointParts
 from jenga.tables.request import StatePage
 
