@@ -25,7 +25,7 @@ from typing import cast
 
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
-from jenga.eviction.points import NO_POINT, Kind, Past, RememberedPoints, past_of
+from jenga.eviction.points import NO_POINT, Kind, Past, Point, RememberedPoints, past_of
 from jenga.eviction.policy import EvictionPolicy
 from jenga.page_ids import SmallPageId
 from jenga.policies import RequestFacts
@@ -56,10 +56,12 @@ class Admitted:
 
     Attributes:
         past: Past of the points that it will leave.
+        last_point: The last remembered point on its text, if any.
         branches: Numbers of tokens after which requests parted on its text, beyond its hit.
     """
 
     past: Past
+    last_point: Point | None
     branches: Sequence[int]
 
 
@@ -426,7 +428,7 @@ class CheckpointTree:
             for point in path
             if point.kind == Kind.BRANCH and point.num_tokens > hit_tokens
         ]
-        return Admitted(past=past, branches=branches)
+        return Admitted(past=past, last_point=deepest, branches=branches)
 
     def _read(self, node: Checkpoint) -> None:
         self.points.record_read(node.point)

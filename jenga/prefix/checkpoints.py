@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 
 from jenga.arena.allocator import Allocator
 from jenga.eviction.checkpoint import Checkpoint
-from jenga.eviction.points import Kind, Past
+from jenga.eviction.points import Kind, Past, Point
 from jenga.page_ids import NULL_PAGE, HostPageId, SmallPageId
 from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.prefix.copy_orders import CopyOrders
@@ -156,8 +156,7 @@ class Checkpoints:
         plan = request.checkpoints.plan
         end = self._aligned(prompt_tokens - 1)
         if tree.parts.has_point_pages:
-            if branch_tokens:
-                tree.questions.observe(prompt_tokens, branch_tokens)
+            self._observe_question(prompt_tokens, branch_tokens, admitted.last_point)
             distance = tree.questions.distance(prompt_tokens)
             plan[self._aligned(prompt_tokens - 1 - distance)] = Kind.BEFORE_END
         plan[end] = Kind.PROMPT_END
@@ -167,6 +166,22 @@ class Checkpoints:
             plan[tokens] = Kind.BRANCH
         for tokens in [tokens for tokens in plan if not hit_tokens < tokens <= end]:
             del plan[tokens]
+
+    def _observe_question(
+        self, prompt_tokens: int, branch_tokens: int, last_point: Point | None
+    ) -> None:
+        """Let the tree learn how long a question is, if it is known where the question begins.
+
+        Args:
+            prompt_tokens: Number of tokens of the prompt.
+            branch_tokens: Number of its tokens that are cached. Evicted ones lower it.
+            last_point: The last remembered point on its text, if any.
+        """
+        if last_point is not None and last_point.num_tokens >= branch_tokens:
+            # Nothing is known of the text behind this point, unless texts are known to part there.
+            branch_tokens = last_point.num_tokens if last_point.kind == Kind.BRANCH else 0
+        if branch_tokens:
+            self._tree.questions.observe(prompt_tokens, branch_tokens)
 
     def takes_little(self, hit: PrefixHit) -> bool:
         """Whether a prompt takes little memory beside the keys and values that it finds."""
