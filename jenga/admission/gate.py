@@ -19,10 +19,17 @@ IDLE_STEPS = 16
 It is larger than the number of ranks of a pipeline.
 """
 
-LONG_QUEUE = 3
-"""Number of waiting requests from which on an admission is held back for the cache.
+SHORT_QUEUE = 3
+"""Number of waiting requests below which no admission is held back for the cache.
 
 The request that is held back waits longer, and those behind it gain.
+"""
+
+LONG_QUEUE = 32
+"""Number of waiting requests from which on admissions are held back, until the queue is short again.
+
+In models with states a queue is long as soon as it is not short. What they evict is lost whole, and
+many requests pay for it.
 """
 
 
@@ -35,6 +42,7 @@ class AdmissionGate:
 
     __slots__ = (
         "_checkpoints",
+        "_is_long",
         "_refused",
         "_refused_alone",
         "_requests",
@@ -60,6 +68,7 @@ class AdmissionGate:
         self._requests = requests
         self._checkpoints = checkpoints
         self._reserve = reserve
+        self._is_long = False
         self._refused: str | None = None
         self._refused_alone: str | None = None
         self.wait_queue = wait_queue
@@ -122,18 +131,27 @@ class AdmissionGate:
         """Return the large pages that are left to cached content.
 
         It is 0 for a request that takes little beside what it finds, because waiting would save
-        nothing. Nor is anything left for a queue that is known to be short.
+        nothing. Nor is anything left for a queue that is known not to be long.
         """
         if start is not None and self._checkpoints.takes_little(start.hit):
             return 0
-        wait_queue = self.wait_queue
-        if 0 < wait_queue.num_waiting < LONG_QUEUE:
+        if self._is_queue_short():
             return 0
+        wait_queue = self.wait_queue
         return self._reserve.large_pages_to_leave(
             start.sharing if start is not None else None,
             reread_tokens=wait_queue.reread_tokens,
             asked_tokens=wait_queue.asked_tokens,
         )
+
+    def _is_queue_short(self) -> bool:
+        """Whether requests wait, and so few that none is held back for the cache."""
+        num_waiting = self.wait_queue.num_waiting
+        if num_waiting < SHORT_QUEUE:
+            self._is_long = False
+        elif self._checkpoints.states or num_waiting >= LONG_QUEUE:
+            self._is_long = True
+        return num_waiting > 0 and not self._is_long
 
     def record_refusal(self, request_id: str) -> None:
         """Record that there are not enough pages for a request."""

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission.gate import IDLE_STEPS, LONG_QUEUE
+from jenga.admission.gate import IDLE_STEPS, LONG_QUEUE, SHORT_QUEUE
 from jenga.admission.reserve import REMEMBERED_REQUESTS, CacheReserve
 from jenga.arena.small_pages import Sharing
 from jenga.errors import OutOfPagesError, TooEarlyError
@@ -119,6 +119,36 @@ def test_nothing_is_left_where_few_requests_wait(num_waiting):
     lengthen_queue(manager, LONG_QUEUE - num_waiting, name="came later")
     with pytest.raises(OutOfPagesError, match="more left to others"):
         admit(manager, "another", 32, prefix="d")
+    manager.check()
+
+
+def test_a_queue_that_was_long_counts_as_long_until_it_is_short():
+    manager = crowded()
+    with pytest.raises(OutOfPagesError, match="5 more left to others"):
+        admit(manager, "new", 80, prefix="c")
+
+    for number in range(LONG_QUEUE - SHORT_QUEUE):
+        manager.withdraw(f"waits too {number}")
+    with pytest.raises(OutOfPagesError, match="5 more left to others"):
+        admit(manager, "new", 80, prefix="c")
+
+    manager.withdraw(f"waits too {LONG_QUEUE - SHORT_QUEUE}")
+    admit(manager, "new", 80, prefix="c")
+    manager.check()
+
+
+def test_with_states_a_queue_is_long_as_soon_as_it_is_not_short():
+    manager = manager_of(HYBRID, 1 + 16, left_share=0.9, step_tokens=0)
+    for number in range(8):
+        compute(manager, f"{number}", 65, prefix="a")
+    compute(manager, "runs", 64, prefix="b", free=False)
+    lengthen_queue(manager, SHORT_QUEUE - 1)
+    admit(manager, "short", 64, prefix="c")
+    manager.free("short")
+
+    lengthen_queue(manager, 1, name="one more")
+    with pytest.raises(OutOfPagesError, match="more left to others"):
+        admit(manager, "new", 128, prefix="d")
     manager.check()
 
 
