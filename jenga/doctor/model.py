@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from jenga.doctor.findings import Finding, Section, Status, one_line
 from jenga.doctor.machine import Machine
 from jenga.models import KvFormat, ModelFacts, ReadOptions, find_model, known_type
+from jenga.models.unserved import unserved_features, unserved_format
 from jenga.sim.drawing.text import bytes_text
 from jenga.sim.hardware.budget import Budget, memory_budget
 from jenga.sim.hardware.gpus import Gpu, find_gpu
@@ -19,16 +20,12 @@ from jenga.sim.planning.engine_layers import (
 )
 from jenga.sim.planning.plan import LENGTHS, Plan, formats_of, plan_model
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
-from jenga.vllm_plugin.settings.refused_models import refused_features
 
 USUAL_GPU = "H100-80G"
 """GPU to plan for if this machine has none, as in `jenga plan`."""
 
 _REMOTE_CODE = "auto_map"
 """Configuration field of a model that comes with its own code, which `jenga doctor` never runs."""
-
-_UNSERVED_FORMATS = (KvFormat.NVFP4, KvFormat.DS_MLA)
-_FLOAT8_FORMATS = (KvFormat.FP8, KvFormat.FP8_PER_TOKEN_HEAD)
 
 FLOAT8_CAPABILITY = 89
 """Compute capability, times ten, of the first GPUs that convert to and from float8_e4m3fn."""
@@ -90,9 +87,8 @@ def _planned(facts: ModelFacts, machine: Machine, *, asks_vllm: bool) -> tuple[P
     kv_format, model_dtype = formats_of("auto", facts)
     options = ReadOptions(kv_format=kv_format, model_dtype=model_dtype)
     facts.spec(options)  # reports first that the model is not understood, whatever the GPU
-    fields = facts.config.as_dict() | facts.config.language().as_dict()
-    if refused := refused_features(fields):
-        msg = f"{BACKEND_NAME} does not support: {'; '.join(refused)}"
+    if refused := unserved_features(facts.config):
+        msg = f"{BACKEND_NAME} does not support: {'; '.join(each.text() for each in refused)}"
         raise ValueError(msg)
     budget = _budget(facts, machine)
     options = replace(options, tensor_parallel=budget.ranks)
@@ -182,15 +178,15 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
 
 def _cache_findings(kv_format: KvFormat, machine: Machine) -> Iterator[Finding]:
     """Report when the model asks for a cache format that is not served here."""
-    found = f"the checkpoint asks for keys and values in {kv_format.value}"
-    otherwise = "another --kv-cache-dtype, such as bfloat16, is served"
     known = [each.capability for each in machine.gpus if each.capability is not None]
-    if kv_format in _UNSERVED_FORMATS:
-        advice = f"{BACKEND_NAME} does not support it; {otherwise}"
-        yield _finding("cache", Status.REFUSED, found, advice)
-    elif kv_format in _FLOAT8_FORMATS and known and min(known) < FLOAT8_CAPABILITY:
-        advice = f"float8 needs compute capability 8.9; {otherwise}"
-        yield _finding("cache", Status.REFUSED, found, advice)
+    has_float8 = min(known) >= FLOAT8_CAPABILITY if known else None
+    if reason := unserved_format(kv_format, has_float8=has_float8):
+        yield _finding(
+            "cache",
+            Status.REFUSED,
+            f"the checkpoint asks for keys and values in {kv_format.value}",
+            f"{reason}; another --kv-cache-dtype, such as bfloat16, is served",
+        )
 
 
 def _declared(facts: ModelFacts, plan: Plan, question: Question) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jenga.models import KvFormat, unserved
 from tests.doctor.machines import A100, llama_folder, refused
 
 
@@ -90,9 +91,11 @@ def test_a_model_that_is_not_found_is_one_finding(server, text):
     assert (code, refused(findings)) == (1, ["model"])
 
 
-def test_refused_models_are_those_that_the_engine_refuses():
+def test_refused_models_and_formats_are_those_that_the_engine_refuses():
     pytest.importorskip("vllm")
     from jenga.vllm_plugin import config
-    from jenga.vllm_plugin.settings import refused_models
 
-    assert config.SPARSE_MODEL_TYPES is refused_models.SPARSE_MODEL_TYPES
+    assert config.SPARSE_MODEL_TYPES is unserved.SPARSE_MODEL_TYPES
+    served = {each.value for each in KvFormat} - {each.value for each in unserved.UNSERVED_FORMATS}
+    assert served - {KvFormat.MODEL.value} <= set(config.CACHE_DTYPES)
+    assert not {each.value for each in unserved.UNSERVED_FORMATS} & set(config.CACHE_DTYPES)

@@ -58,6 +58,11 @@ class Gpu:
     def __post_init__(self) -> None:
         check_positive(f"gpu {self.name!r}", "memory_bytes", self.memory_bytes)
 
+    @property
+    def has_float8(self) -> bool | None:
+        """Whether it multiplies float8. None if only the size of its memory is known."""
+        return None if self.flops_16_bit is None else self.flops_8_bit is not None
+
     def flops(self, dtype: str) -> float:
         """Return the dense FLOP/s of matrix products with operands of a dtype.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jenga.geometry import PageTable
 from jenga.models import ModelFacts, known_model, known_names
+from jenga.models.unserved import unserved_features
 from jenga.sim.drawing.text import aligned, bytes_text, count_text, heading, share_text, wrapped
 from jenga.sim.hardware.budget import Budget
 from jenga.sim.planning.image_fits import ImageFits, image_fits
@@ -142,15 +143,14 @@ def known_models_text() -> str:
         facts = known_model(name)
         kinds = [each.kind for each in facts.spec().layer_types]
         counts = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
-        rows.append(
-            (
-                name,
-                facts.model_id,
-                count_text(facts.total_parameters or 0),
-                ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts),
-            )
-        )
-    return "\n".join(aligned(rows, alignment="<<><"))
+        text = ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts)
+        if unserved_features(facts.config):
+            text += " (planned only)"
+        rows.append((name, facts.model_id, count_text(facts.total_parameters or 0), text))
+    note = (
+        "Planned only: the vLLM plugin refuses the model, and `jenga plan MODEL` gives the reason."
+    )
+    return "\n".join([*aligned(rows, alignment="<<><"), "", note])
 
 
 def _title(plan: Plan) -> str:

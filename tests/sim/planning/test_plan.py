@@ -10,6 +10,7 @@ from jenga.cli import main
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.models import KvFormat, ReadOptions, known_model, known_names
+from jenga.models.unserved import CACHE_DTYPE, SPARSE_LATENTS
 from jenga.policies import Image, RequestFacts
 from jenga.sim.arenas.baseline_geometries import geometry_by_name
 from jenga.sim.hardware.budget import memory_budget
@@ -362,6 +363,52 @@ def test_command_lists_the_known_models(capsys):
     assert main(["plan", "--list"]) == 0
 
     assert set(known_names()) <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (
+            ["deepseek-v3.2", "--gpu", "H200", "--tp", "16"],
+            f"deepseek-v3.2 is planned, but the vLLM plugin refuses it: {SPARSE_LATENTS.text()}.",
+        ),
+        (
+            ["deepseek-v4-flash", "--gpu", "H200", "--tp", "2", "--weights", "160GB"],
+            f"deepseek-v4-flash is planned, but the vLLM plugin refuses it: "
+            f"{SPARSE_LATENTS.text()}.",
+        ),
+        (
+            ["gemma-3-27b", "--kv-dtype", "nvfp4"],
+            f"Keys and values in nvfp4 are planned, but the vLLM plugin refuses them: "
+            f"{CACHE_DTYPE.reason}.",
+        ),
+        (
+            ["gemma-3-4b", "--kv-dtype", "fp8", "--gpu", "A100-80G"],
+            "Keys and values in fp8 are planned, but the vLLM plugin refuses them: float8 needs a "
+            "GPU of compute capability 8.9 or newer.",
+        ),
+    ],
+    ids=["sparse", "compressed", "four_bits", "no_float8"],
+)
+def test_command_says_what_the_plugin_refuses(arguments, note, capsys):
+    assert plan_command(*arguments, "--length", "8192") == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert plan_command(*arguments, "--length", "8192", "--json") == 0
+    assert note in json.loads(capsys.readouterr().out)["notes"]
+
+
+def test_command_says_nothing_of_what_the_plugin_serves(capsys):
+    assert plan_command("gemma-3-4b", "--kv-dtype", "fp8", "--gpu", "24GiB", "--json") == 0
+
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+def test_list_marks_the_models_that_the_plugin_refuses(capsys):
+    assert main(["plan", "--list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    marked = [line.split()[0] for line in lines if line.endswith("(planned only)")]
+    assert marked == ["deepseek-v3.2", "deepseek-v4-flash", "hymba-1.5b"]
 
 
 def test_command_takes_ranks_format_and_arena(capsys):
