@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jenga.models import KvFormat, ModelFacts, ReadOptions
 from jenga.models.unserved import UNSERVED_FORMATS, unserved_features, unserved_format
+from jenga.sim.drawing.figures import check_format, save
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION, Budget, memory_budget
 from jenga.sim.hardware.gpus import GPUS, Gpu, find_gpu, parse_bytes
 from jenga.sim.planning.engine_layers import (
@@ -177,6 +178,8 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         msg = "MODEL must be given; `jenga plan --list` shows the known names"
         raise ValueError(msg)
+    if options.plot is not None:
+        check_format(options.plot)
     plan = _plan(options)
     print(plan_json(plan) if options.json else plan_text(plan))
     if options.plot is not None:
@@ -234,7 +237,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         if facts.reader is declared_model
     ]
     notes += _refusals(models, kv_format, arena.gpu if isinstance(arena, Budget) else None)
-    return replace(plan, notes=tuple(notes))
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _refusals(models: list[ModelFacts], kv_format: KvFormat, gpu: Gpu | None) -> list[str]:
@@ -273,7 +276,6 @@ def _draw(plan: Plan, path: Path) -> None:
     if plan.geometry is None:
         msg = f"there is no geometry to draw: {plan.systems[0].refusal}"
         raise ValueError(msg)
-    from jenga.sim.drawing.figures import save
     from jenga.sim.planning.layout_plot import draw_layout
 
     save(draw_layout(plan.geometry, title=plan.model.name), path)

@@ -20,6 +20,9 @@ WIDTH = 100
 
 _LENGTHS_IN_A_TABLE = 4
 
+_BELOW_STATE = "holds no state"
+"""Cell of a layout whose slots for a request are smaller than its states."""
+
 
 def plan_text(plan: Plan) -> str:
     """Write the plan as a report for people."""
@@ -346,6 +349,18 @@ def _tables(plan: Plan) -> list[str]:
         "the longest request that fits alone, prefilled in chunks of 8,192 tokens.",
         width=WIDTH,
     )
+    if any(fit.is_below_state for system in plan.systems for fit in system.fits):
+        notes += wrapped(
+            f'"{_BELOW_STATE}": the slots of so short a request are smaller than the states that '
+            "PagedAttention would have to keep in them.",
+            width=WIDTH,
+        )
+    if plan.pipeline_parallel > 1:
+        notes += wrapped(
+            "The MAX page, PagedAttention and vLLM's planner are left out, because they are "
+            "modelled for one pipeline rank only.",
+            width=WIDTH,
+        )
     for system in plan.systems:
         if system.refusal:
             notes += wrapped(f"{system.label} does not start: {system.refusal}", width=WIDTH)
@@ -390,7 +405,7 @@ def _images_text(images: ImageFits) -> str:
         f"({bytes_text(images.image_bytes)}) that fit, by request length in tokens"
     )
     note = (
-        "Each cell: the requests that fit when their images are read / while none is read. vLLM's "
+        "Each cell: the requests that fit after their images were read / before any was. vLLM's "
         f"cache has room for the {CHUNK_TOKENS:,} tokens of a step, and at least for one image."
     )
     return "\n".join([heading(title), *aligned(rows), *wrapped(note, width=WIDTH)])
@@ -401,6 +416,8 @@ def _longest(system: System) -> str:
 
 
 def _fit_cell(fit: Fit) -> str:
+    if fit.is_below_state:
+        return _BELOW_STATE
     return _cell(fit.num_requests, fit.waste) if fit.waste is not None else "no room"
 
 

@@ -97,8 +97,13 @@ def test_paged_attention_has_no_room_for_states_of_short_requests():
     plan = plan_of("nemotron-h-8b", lengths=(512, 65_536))
 
     short, long = system(plan, "homogeneous").fits
-    assert (short.num_requests, short.waste) == (0, None)
+    assert (short.num_requests, short.waste, short.is_below_state) == (0, None, True)
     assert long.waste > 0.5
+    assert not long.is_below_state
+    text = plan_text(plan)
+    assert "no room" not in text
+    assert '"holds no state": the slots of so short a request are smaller' in text
+    assert "holds no state" not in plan_text(plan_of("gemma-3-4b"))
 
 
 def test_paged_attention_takes_slots_for_an_image_in_every_layer():
@@ -431,13 +436,38 @@ def test_command_spreads_a_model_over_the_ranks_of_a_pipeline(capsys):
     ranks = geometry["pipeline_ranks"]
     assert fields["pipeline_parallel"] == len(ranks) == 2
     assert geometry["large_page_bytes"] == sum(rank["large_page_bytes"] for rank in ranks)
-    assert [sum(table["num_layers"] for table in rank["page_tables"]) for rank in ranks] == [32, 31]
+    assert [sum(table["num_layers"] for table in rank["page_tables"]) for rank in ranks] == [31, 31]
     for rank in ranks:
         used_bytes = geometry["num_large_pages"] * rank["large_page_bytes"]
         assert used_bytes + rank["left_bytes"] == fields["arena_bytes"]
     assert [each["name"] for each in fields["systems"]] == ["planned", "lcm"]
     assert "remaining memory on each of 2 pipeline ranks" in printed
     assert "1/4 on each rank" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"pipeline_parallel": 2}, "in a pipeline"),
+        ({"large_page_bytes": 8 << 20}, "in an arena that engines share"),
+    ],
+    ids=["pipeline", "shared_arena"],
+)
+def test_embeddings_are_left_out_where_engines_keep_them_in_vllms_cache(options, where):
+    plan = plan_of("gemma-3-27b", **options)
+
+    assert [each.name for each in plan.model.layer_types] == ["full", "sliding"]
+    assert [each.name for each in plan.geometry.page_tables] == ["full", "sliding"]
+    note = f"Embeddings are not planned: {where} they stay in vLLM's encoder cache."
+    assert plan.notes == (note,)
+    assert plan_of("llama-3.1-8b", **options).notes == ()
+
+
+def test_a_plan_of_a_pipeline_says_which_rows_are_left_out():
+    words = "The MAX page, PagedAttention and vLLM's planner are left out, because"
+
+    assert words in plan_text(plan_of("gemma-3-4b", pipeline_parallel=2))
+    assert words not in plan_text(plan_of("gemma-3-4b"))
 
 
 def test_a_pipeline_of_like_ranks_holds_what_as_many_arenas_together_hold():
@@ -490,14 +520,22 @@ def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
             ["qwen3.5-27b", "--history-tokens", "65"],
             "history_tokens must be at most 64 for models of gated delta layers, got 65",
         ),
+        (
+            ["llama-3.1-8b", "--large-page-bytes", "1000"],
+            "multiple of the alignment, 128, got 1000",
+        ),
+        (["llama-3.1-8b", "--gpu", "24"], "gpu memory needs a unit, such as 24GiB"),
+        (["llama-3.1-8b", "--plot", "x.gif"], "file must end in .svg"),
         ([], "MODEL must be given"),
     ],
 )
 def test_command_says_what_is_wrong_in_one_line(arguments, message, capsys):
     assert plan_command(*arguments) == 2
 
-    (line,) = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
     assert re.search(message, line)
+    assert printed.out == ""
 
 
 def test_vllm_is_left_out_by_name_where_it_is_not_installed(monkeypatch):
