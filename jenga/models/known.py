@@ -180,8 +180,8 @@ def find_model(text: str) -> ModelFacts:
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     if _HUGGING_FACE_NAME.fullmatch(text):
         hint += (
-            f"{'' if close else ';'} `hf download {text} config.json --local-dir DIRECTORY` fetches "
-            f"its configuration, and DIRECTORY is then the model to give"
+            f"{'' if close else ';'} `hf download {text} config.json --local-dir DIRECTORY` "
+            f"fetches its configuration, and DIRECTORY is then the model to give"
         )
     msg = (
         f"model must be a local Hugging Face config.json, a directory that holds one, or one of "

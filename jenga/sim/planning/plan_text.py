@@ -148,12 +148,9 @@ def known_models_text() -> str:
         counts = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
         text = ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts)
         if unserved_features(facts.config):
-            text += " (planned only)"
+            text += " (planned only: the vLLM plugin refuses it)"
         rows.append((name, facts.model_id, count_text(facts.total_parameters or 0), text))
-    note = (
-        "Planned only: the vLLM plugin refuses the model, and `jenga plan MODEL` gives the reason."
-    )
-    return "\n".join([*aligned(rows, alignment="<<><"), "", note])
+    return "\n".join(aligned(rows, alignment="<<><"))
 
 
 def _title(plan: Plan) -> str:

@@ -410,7 +410,7 @@ def test_list_marks_the_models_that_the_plugin_refuses(capsys):
     assert main(["plan", "--list"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    marked = [line.split()[0] for line in lines if line.endswith("(planned only)")]
+    marked = [line.split()[0] for line in lines if line.endswith("the vLLM plugin refuses it)")]
     assert marked == ["deepseek-v3.2", "deepseek-v4-flash", "hymba-1.5b"]
 
 
