@@ -3,10 +3,10 @@
 import argparse
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jenga.demo.documents import Answer
@@ -115,7 +115,7 @@ def planned(model: str, gpu: ReadersGpu) -> Planned:
     text = _printed(arguments)
     table = text[text.rfind("\nRequests that fit") + 1 :].split("\n\n")[0]
     return Planned(
-        command=f"jenga plan {Path(model).name} --gpu {gpu.planned}",
+        command=f"jenga plan {shlex.quote(model)} --gpu {gpu.planned}",
         text=table,
         plan=json.loads(_printed([*arguments, "--json"])),
     )

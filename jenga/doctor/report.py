@@ -42,6 +42,8 @@ class Report:
         settings: Environment variables of this package that are set.
         trials: Stored verdicts of trials, by the GPU's name.
         plan: Plan of the model; None if no model was named, or the model is refused.
+        is_fit_decided: Whether the findings say if the model fits.
+        fit_note: Sentences on the GPU that the model was planned for. Often empty.
     """
 
     version: str
@@ -51,6 +53,8 @@ class Report:
     settings: Mapping[str, str]
     trials: Mapping[str, list[KeptTrial]]
     plan: Plan | None
+    is_fit_decided: bool = True
+    fit_note: str = ""
 
     @property
     def refused(self) -> tuple[Finding, ...]:
@@ -86,19 +90,22 @@ def _plan_text(plan: Plan) -> str:
     fits = [f"{fit.num_requests:,} of {fit.num_tokens:,} tokens" for fit in ours.fits]
     longest = "no limit" if ours.longest_tokens is None else f"{ours.longest_tokens:,} tokens"
     if fits:
-        text = f"Requests that fit at once: {', or '.join(fits)}. Longest request alone: {longest}."
+        where = "" if plan.budget is None else f" on {plan.budget.ranks} x {plan.budget.gpu.name}"
+        text = (
+            f"Requests that fit at once{where}: {', or '.join(fits)}. Longest request alone: "
+            f"{longest}."
+        )
         lines += ["", *wrapped(text, width=WIDTH)]
     lines += wrapped("`jenga plan` shows more, and compares with vLLM's planner.", width=WIDTH)
     return "\n".join(lines)
 
 
 def _verdict(report: Report) -> str:
-    if not report.refused:
-        return "No finding prevents an engine from serving on JENGA_TRITON."
-    names = ", ".join(each.subject for each in report.refused)
-    return "\n".join(
-        wrapped(f"An engine on JENGA_TRITON would not serve here: {names}.", width=WIDTH)
-    )
+    text = "No finding prevents an engine from serving on JENGA_TRITON."
+    if report.refused:
+        names = ", ".join(each.subject for each in report.refused)
+        text = f"An engine on JENGA_TRITON would not serve here: {names}."
+    return "\n".join(wrapped(f"{text} {report.fit_note}".rstrip(), width=WIDTH))
 
 
 def report_json(report: Report) -> str:
@@ -108,6 +115,7 @@ def report_json(report: Report) -> str:
             "schema": SCHEMA,
             "version": report.version,
             "serves": not report.refused,
+            "is_fit_decided": report.is_fit_decided,
             "findings": [
                 {
                     "section": each.section.value,

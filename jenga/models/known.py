@@ -5,6 +5,7 @@ decide the size of a token or a state. It also holds the number of parameters, a
 """
 
 import json
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
@@ -21,6 +22,9 @@ from jenga.spec import ELEMENT_BYTES, ModelSpec
 
 _PUBLISHED_ELEMENT_BYTES = 2
 """Bytes of one parameter if a known model's file has no `weight_bytes`: bfloat16."""
+
+_HUGGING_FACE_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""Name of a model on Hugging Face, with its owner."""
 
 
 class SpecReader(Protocol):
@@ -174,6 +178,11 @@ def find_model(text: str) -> ModelFacts:
                 return facts
     close = get_close_matches(wanted.rsplit("/", 1)[-1], by_name, n=4, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    if _HUGGING_FACE_NAME.fullmatch(text):
+        hint += (
+            f"{'' if close else ';'} `hf download {text} config.json --local-dir DIRECTORY` "
+            f"fetches its configuration, and DIRECTORY is then the model to give"
+        )
     msg = (
         f"model must be a local Hugging Face config.json, a directory that holds one, or one of "
         f"the {len(by_name)} known names (`jenga plan --list`), got {text!r}{hint}"

@@ -13,6 +13,7 @@ import vllm.envs
 from vllm.logger import init_logger
 
 from jenga.models.readers.token_budgets import TOKEN_BUDGETS
+from jenga.models.unserved import HYMBA_MODEL_TYPE, SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.metrics.memory_log import check_memory_log
 from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
@@ -22,7 +23,6 @@ from jenga.vllm_plugin.settings.environment import (
 )
 from jenga.vllm_plugin.settings.options import options_without_effect
 from jenga.vllm_plugin.settings.refusals import Refusal, check_refusals
-from jenga.vllm_plugin.settings.refused_models import HYMBA, SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.settings.shared_arena import share_arena
 from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.settings.switch import backend_member
@@ -142,7 +142,7 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
         Refusal.HISPARSE: attention.hisparse_config is not None,
         Refusal.SPARSE_LATENTS: model is not None and uses_sparse_latents(model),
         Refusal.DIFFUSION: model is not None and model.is_diffusion,
-        Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA,
+        Refusal.HYMBA: model is not None and model.hf_text_config.model_type == HYMBA_MODEL_TYPE,
         Refusal.IMAGE_ATTENTION: ", ".join(_unserved_with_images(vllm_config)),
         Refusal.EMBEDDINGS_IN_KV_PAGES: why_not_in_kv_pages(vllm_config),
         Refusal.TOKEN_BUDGETS: ", ".join(_unserved_with_budgets(vllm_config)),

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jenga.demo import ending
+from jenga.cli import main
+from jenga.demo import ending, modelled
 from jenga.demo.documents import Answer, turns
 from jenga.demo.ending import bytes_of_all, ending_of
 from jenga.demo.modelled import ASSUMED_GPU, prompt_seconds, readers_gpu
@@ -114,6 +116,17 @@ def test_plan_is_the_commands(model, tmp_path):
     result = make_ending(model, tmp_path / "picture.svg")
 
     assert (result.plan is None) == bool(result.plan_refusal)
+
+
+def test_printed_command_prints_the_plan(model, capsys):
+    (model / "model.safetensors").write_bytes(b"weights")
+
+    shown = modelled.planned(str(model), readers_gpu(""))
+
+    program, *arguments = shlex.split(shown.command)
+    assert program == "jenga"
+    assert main([*arguments, "--without-vllm"]) == 0
+    assert shown.text in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

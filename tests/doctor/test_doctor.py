@@ -29,6 +29,7 @@ SHAPE = {
     "schema": "int",
     "version": "str",
     "serves": "bool",
+    "is_fit_decided": "bool",
     "findings": [
         {"section": "str", "subject": "str", "status": "str", "found": "str", "advice": "str"}
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from jenga.doctor.findings import Status
 from jenga.doctor.machine import Machine
-from jenga.doctor.model import examine_model
+from jenga.doctor.model import examine_model, find_target
 from jenga.vllm_plugin.settings.refusals import Refusal
 from tests.vllm_plugin.conftest import engine_environment
 
@@ -72,7 +72,8 @@ def test_a_layer_with_kernels_of_its_own_is_refused_by_its_name(tmp_path, monkey
     for name, value in engine_environment(reads_images=True).items():
         monkeypatch.setitem(os.environ, name, value)
 
-    examined = examine_model(str(tmp_path), Machine(system="any"), asks_vllm=True)
+    target = find_target(Machine(system="any"))
+    examined = examine_model(str(tmp_path), target, asks_vllm=True)
 
     assert examined.plan is None
     (finding,) = examined.findings

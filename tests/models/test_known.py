@@ -61,6 +61,10 @@ def test_unknown_model_is_refused_with_close_names():
         find_model("gemma-3-72b")
     with pytest.raises(ValueError, match=r"one of the 58 known names .*got 'xyzzy'$"):
         find_model("xyzzy")
+    with pytest.raises(ValueError, match=r"`hf download Qwen/Qwen3-32B config.json --local-dir"):
+        find_model("Qwen/Qwen3-32B")
+    with pytest.raises(ValueError, match=r"got './models/none'$"):
+        find_model("./models/none")
 
 
 def test_directory_has_its_weights_counted_by_the_index(tmp_path):

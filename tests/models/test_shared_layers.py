@@ -163,5 +163,5 @@ def test_jenga_plan_says_that_hymba_is_planned_and_what_an_engine_lacks(capsys):
     assert main(["plan", "hymba-1.5b", "--without-vllm"]) == 0
 
     text = " ".join(capsys.readouterr().out.split())
-    assert "hymba-1.5b is planned, but no engine serves it: two pieces are missing" in text
+    assert "hymba-1.5b is planned, but the vLLM plugin refuses it: Hymba (two pieces" in text
     assert "1,152 tokens" in text  # what can be planned still is

@@ -5,10 +5,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from jenga.models import ModelFacts, ReadOptions
-from jenga.models.unserved import missing_pieces
-from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION, memory_budget
-from jenga.sim.hardware.gpus import GPUS, find_gpu, parse_bytes
+from jenga.models import KvFormat, ModelFacts, ReadOptions
+from jenga.models.unserved import UNSERVED_FORMATS, unserved_features, unserved_format
+from jenga.sim.drawing.figures import check_format, save
+from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION, Budget, memory_budget
+from jenga.sim.hardware.gpus import GPUS, Gpu, find_gpu, parse_bytes
 from jenga.sim.planning.engine_layers import (
     Question,
     comparison,
@@ -74,7 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=tuple(KV_DTYPES),
         default="auto",
         help="data type of cached keys and values (default: as the checkpoint says; otherwise that "
-        "of the model, bfloat16)",
+        f"of the model, bfloat16); {' and '.join(each.value for each in UNSERVED_FORMATS)} are "
+        "planned, but the vLLM plugin refuses them",
     )
     parser.add_argument(
         "--length",
@@ -176,6 +178,8 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         msg = "MODEL must be given; `jenga plan --list` shows the known names"
         raise ValueError(msg)
+    if options.plot is not None:
+        check_format(options.plot)
     plan = _plan(options)
     print(plan_json(plan) if options.json else plan_text(plan))
     if options.plot is not None:
@@ -232,12 +236,23 @@ def _plan(options: argparse.Namespace) -> Plan:
         for facts in models
         if facts.reader is declared_model
     ]
-    notes += [
-        f"{facts.name} is planned, but no engine serves it: {pieces}."
+    notes += _refusals(models, kv_format, arena.gpu if isinstance(arena, Budget) else None)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _refusals(models: list[ModelFacts], kv_format: KvFormat, gpu: Gpu | None) -> list[str]:
+    """Return a sentence for each thing that is planned although the plugin refuses it."""
+    notes = [
+        f"{facts.name} is planned, but the vLLM plugin refuses it: {words.text()}."
         for facts in models
-        if (pieces := missing_pieces(facts.config))
+        for words in unserved_features(facts.config)
     ]
-    return replace(plan, notes=tuple(notes))
+    if reason := unserved_format(kv_format, has_float8=gpu and gpu.has_float8):
+        notes.append(
+            f"Keys and values in {kv_format.value} are planned, but the vLLM plugin refuses them: "
+            f"{reason}."
+        )
+    return notes
 
 
 def _is_compared(facts: ModelFacts) -> bool:
@@ -261,7 +276,6 @@ def _draw(plan: Plan, path: Path) -> None:
     if plan.geometry is None:
         msg = f"there is no geometry to draw: {plan.systems[0].refusal}"
         raise ValueError(msg)
-    from jenga.sim.drawing.figures import save
     from jenga.sim.planning.layout_plot import draw_layout
 
     save(draw_layout(plan.geometry, title=plan.model.name), path)

@@ -58,6 +58,17 @@ def plotting() -> Generator[Any]:
         yield import_module("matplotlib.pyplot")
 
 
+def check_format(path: Path) -> None:
+    """Check that a figure can be written to a file.
+
+    Raises:
+        ValueError: The name does not end in a known format.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        msg = f"file must end in {', '.join(_FORMATS)}, got {str(path)!r}"
+        raise ValueError(msg)
+
+
 def save(figure: Any, path: Path) -> None:  # noqa: ANN401  matplotlib ships no complete types
     """Write a figure in the format of the file's name, and close it.
 
@@ -65,9 +76,7 @@ def save(figure: Any, path: Path) -> None:  # noqa: ANN401  matplotlib ships no 
         ValueError: The name does not end in a known format.
         OSError: The file cannot be written.
     """
-    if path.suffix.lower() not in _FORMATS:
-        msg = f"file must end in {', '.join(_FORMATS)}, got {str(path)!r}"
-        raise ValueError(msg)
+    check_format(path)
     with plotting() as plt:
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         figure.savefig(path, bbox_inches="tight", metadata=metadata)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jenga.models import ModelFacts
+from jenga.models.weights import INDEX
 from jenga.sim.hardware.gpus import Gpu
 from jenga.spec import check_positive
 
@@ -114,7 +115,9 @@ def memory_budget(
                 msg = (
                     f"weights of {model.name!r} are not known"
                     f"{f' ({model.parameters_source})' if model.parameters_source else ''}: "
-                    f"give their bytes, all ranks together, with --weights BYTES"
+                    f"give their bytes, all ranks together, with --weights BYTES, such as 65.5GB: "
+                    f"the size of the weight files, or metadata.total_size in the model's "
+                    f"{INDEX}, which is read if it is beside config.json"
                 )
                 raise ValueError(msg)
             weight_bytes += model.weight_bytes

@@ -58,6 +58,11 @@ class Gpu:
     def __post_init__(self) -> None:
         check_positive(f"gpu {self.name!r}", "memory_bytes", self.memory_bytes)
 
+    @property
+    def has_float8(self) -> bool | None:
+        """Whether it multiplies float8. None if only the size of its memory is known."""
+        return None if self.flops_16_bit is None else self.flops_8_bit is not None
+
     def flops(self, dtype: str) -> float:
         """Return the dense FLOP/s of matrix products with operands of a dtype.
 
@@ -175,15 +180,19 @@ def find_gpu(text: str) -> Gpu:
     """Return the GPU with a name, in any case, or a GPU of which only the memory is known.
 
     Args:
-        text: "H100-80G", "l4", "24GiB", "80 GB", "25769803776".
+        text: "H100-80G", "l4", "24GiB", "80 GB".
 
     Raises:
-        ValueError: The text is neither a name nor a size. The message lists the names.
+        ValueError: The text is neither a name nor a size with a unit. The message lists the names.
     """
     wanted = text.strip().lower().removesuffix("b")
     for name, gpu in GPUS.items():
         if wanted == name.lower() or _ALIASES.get(wanted) == name:
             return gpu
+    size = _SIZE.fullmatch(text.strip())
+    if size and not size[2]:
+        msg = f"gpu memory needs a unit, such as {size[1]}GiB or {size[1]}GB, got {text!r}"
+        raise ValueError(msg)
     try:
         num_bytes = parse_bytes(text)
     except ValueError as error:

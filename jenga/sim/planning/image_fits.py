@@ -4,8 +4,14 @@ from dataclasses import dataclass
 
 from jenga.geometry import check_arena
 from jenga.sim.arenas.baseline_geometries import geometry_by_name
-from jenga.sim.planning.plan import CHUNK_TOKENS, Plan, decode_bytes, fit_of, longest_request
-from jenga.spec import ModelSpec
+from jenga.sim.planning.plan import (
+    CHUNK_TOKENS,
+    Plan,
+    decode_bytes,
+    fit_of,
+    longest_request,
+    without_embeddings,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +20,8 @@ class ImageFit:
 
     Attributes:
         num_tokens: Tokens of each request, those of its image included.
-        num_requests: Number of requests that fit when their images are read.
-        num_unread: Number of requests that fit while no image is read. Each of them has all its
+        num_requests: Number of requests that fit after their images were read.
+        num_unread: Number of requests that fit before any image was read. Each of them has all its
             keys and values and all its embeddings.
     """
 
@@ -59,7 +65,7 @@ def image_fits(plan: Plan) -> ImageFits | None:
     """
     geometry, system = plan.geometry, plan.systems[0]
     types = [each for each in plan.model.layer_types if each.is_consumed and each.has_pages]
-    if not types or geometry is None or plan.pipeline is not None or system.name != "planned":
+    if not types or geometry is None:
         return None
     image_tokens = max(each.typical_tokens for each in types)
     row_bytes = sum(each.slot_bytes for each in types)
@@ -105,8 +111,7 @@ def _in_cache(
         arena_bytes: Bytes of the arena beside the cache. Less than 1 if there are none.
         num_images: Number of images for which the cache has room.
     """
-    kept = [each for each in plan.model.layer_types if not each.is_consumed]
-    model = ModelSpec(name=plan.model.name, layer_types=tuple(kept))
+    model = without_embeddings(plan.model)
     try:
         geometry = geometry_by_name("planned", model, arena_bytes=arena_bytes)
         num_large_pages = check_arena(geometry, arena_bytes)

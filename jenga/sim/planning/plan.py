@@ -52,15 +52,17 @@ class Fit:
         num_tokens: Tokens of each request.
         num_requests: Number of requests that the arena holds at once.
         held_bytes: Bytes that one of them is expected to hold.
-        waste: Share of the held bytes that its next token does not need, 0 to 1. None if a request
-            needs more bytes than the layout gives it. This occurs if a layout that knows only
-            tokens has less room for a short request than its states take.
+        waste: Share of the held bytes that its next token does not need, 0 to 1. None if no
+            request fits, or if `is_below_state`.
+        is_below_state: Whether a request needs more bytes than the layout gives it. A layout that
+            knows only tokens gives a short request slots that are smaller than its state.
     """
 
     num_tokens: int
     num_requests: int
     held_bytes: int
     waste: float | None
+    is_below_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class Plan:
         needed: For each length (num_tokens, bytes, requests): bytes that the next token of a
             request needs, and the number of such requests that would fill the arena.
         systems: Ways to manage the arena, first that of `geometry`.
-        notes: Sentences on the source of the layers.
+        notes: Sentences on the layers: their source, what is left out, and what is refused.
     """
 
     model: ModelSpec
@@ -170,8 +172,8 @@ def plan_model(  # noqa: PLR0913  all options of a plan
             lets the planner choose.
 
     Raises:
-        ValueError: An argument is out of range, the weights do not fit, or a model or a geometry is
-            refused.
+        ValueError: An argument is out of range, the weights do not fit, or a model or a large page
+            of the given size is refused.
     """
     if not lengths:
         msg = "lengths must name at least one"
@@ -181,6 +183,13 @@ def plan_model(  # noqa: PLR0913  all options of a plan
     options = options or ReadOptions()
     model = served_model(models, options)
     stock_model = served_model(models, stock_options or options)
+    notes: tuple[str, ...] = ()
+    if pipeline_parallel > 1 or large_page_bytes is not None:
+        # As `jenga.vllm_plugin.specs.image_rows.why_not_in_arena` decides.
+        where = "in a pipeline" if pipeline_parallel > 1 else "in an arena that engines share"
+        if any(each.is_consumed for each in model.layer_types):
+            notes = (f"Embeddings are not planned: {where} they stay in vLLM's encoder cache.",)
+        model, stock_model = without_embeddings(model), without_embeddings(stock_model)
     arena_bytes = arena.require_arena() if isinstance(arena, Budget) else arena
     check_positive("plan", "arena_bytes", arena_bytes)
 
@@ -210,6 +219,8 @@ def plan_model(  # noqa: PLR0913  all options of a plan
     ]
     if stock is not None:
         systems.append(stock(stock_model, arena_bytes, lengths))
+    if large_page_bytes is not None and systems[0].refusal:
+        raise ValueError(systems[0].refusal)
     geometry, pipeline = None, None
     if not systems[0].refusal:
         geometry, _, pipeline = _cut(names[0], model, arena_bytes, stages, large_page_bytes)
@@ -228,13 +239,19 @@ def plan_model(  # noqa: PLR0913  all options of a plan
             for num_bytes in [decode_bytes(model, num_tokens)]
         ),
         systems=tuple(systems),
+        notes=notes,
     )
+
+
+def without_embeddings(model: ModelSpec) -> ModelSpec:
+    """Return a model without the embeddings of images, whose tokens are read only once."""
+    kept = [each for each in model.layer_types if not each.is_consumed]
+    return ModelSpec(name=model.name, layer_types=tuple(kept))
 
 
 def decode_bytes(model: ModelSpec, num_tokens: int) -> int:
     """Return the bytes that a decoding request's next token needs, without image embeddings."""
-    kept = [each for each in model.layer_types if not each.is_consumed]
-    return needed_bytes(ModelSpec(name=model.name, layer_types=tuple(kept)), num_tokens)
+    return needed_bytes(without_embeddings(model), num_tokens)
 
 
 def _cut(
@@ -352,7 +369,13 @@ def fit_of(
         count * table.small_page_bytes for count, table in zip(expected, tables, strict=True)
     )
     if held < needed:
-        return Fit(num_tokens=num_tokens, num_requests=0, held_bytes=round(held), waste=None)
+        return Fit(
+            num_tokens=num_tokens,
+            num_requests=0,
+            held_bytes=round(held),
+            waste=None,
+            is_below_state=True,
+        )
 
     def large_pages(num_requests: int, per_request: Sequence[float]) -> int:
         return sum(

@@ -8,6 +8,7 @@ from typing import Any
 
 from jenga.geometry import PageTable
 from jenga.models import ModelFacts, known_model, known_names
+from jenga.models.unserved import unserved_features
 from jenga.sim.drawing.text import aligned, bytes_text, count_text, heading, share_text, wrapped
 from jenga.sim.hardware.budget import Budget
 from jenga.sim.planning.image_fits import ImageFits, image_fits
@@ -18,6 +19,9 @@ WIDTH = 100
 """Most characters of a line."""
 
 _LENGTHS_IN_A_TABLE = 4
+
+_BELOW_STATE = "holds no state"
+"""Cell of a layout whose slots for a request are smaller than its states."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -142,14 +146,10 @@ def known_models_text() -> str:
         facts = known_model(name)
         kinds = [each.kind for each in facts.spec().layer_types]
         counts = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
-        rows.append(
-            (
-                name,
-                facts.model_id,
-                count_text(facts.total_parameters or 0),
-                ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts),
-            )
-        )
+        text = ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts)
+        if unserved_features(facts.config):
+            text += " (planned only: the vLLM plugin refuses it)"
+        rows.append((name, facts.model_id, count_text(facts.total_parameters or 0), text))
     return "\n".join(aligned(rows, alignment="<<><"))
 
 
@@ -346,6 +346,18 @@ def _tables(plan: Plan) -> list[str]:
         "the longest request that fits alone, prefilled in chunks of 8,192 tokens.",
         width=WIDTH,
     )
+    if any(fit.is_below_state for system in plan.systems for fit in system.fits):
+        notes += wrapped(
+            f'"{_BELOW_STATE}": the slots of so short a request are smaller than the states that '
+            "PagedAttention would have to keep in them.",
+            width=WIDTH,
+        )
+    if plan.pipeline_parallel > 1:
+        notes += wrapped(
+            "The MAX page, PagedAttention and vLLM's planner are left out, because they are "
+            "modelled for one pipeline rank only.",
+            width=WIDTH,
+        )
     for system in plan.systems:
         if system.refusal:
             notes += wrapped(f"{system.label} does not start: {system.refusal}", width=WIDTH)
@@ -390,7 +402,7 @@ def _images_text(images: ImageFits) -> str:
         f"({bytes_text(images.image_bytes)}) that fit, by request length in tokens"
     )
     note = (
-        "Each cell: the requests that fit when their images are read / while none is read. vLLM's "
+        "Each cell: the requests that fit after their images were read / before any was. vLLM's "
         f"cache has room for the {CHUNK_TOKENS:,} tokens of a step, and at least for one image."
     )
     return "\n".join([heading(title), *aligned(rows), *wrapped(note, width=WIDTH)])
@@ -401,6 +413,8 @@ def _longest(system: System) -> str:
 
 
 def _fit_cell(fit: Fit) -> str:
+    if fit.is_below_state:
+        return _BELOW_STATE
     return _cell(fit.num_requests, fit.waste) if fit.waste is not None else "no room"
 
 

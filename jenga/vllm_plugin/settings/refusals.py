@@ -4,26 +4,11 @@ All checks of configurations, layers and requests take their messages from here.
 refusals in docs/features.md has the same texts, and a test compares the two.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 
-from jenga.models.unserved import MISSING_PIECES
+from jenga.models import unserved
+from jenga.models.unserved import Words
 from jenga.vllm_plugin.settings.environment import BACKEND_NAME
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """Texts of a refusal.
-
-    Attributes:
-        feature: Feature that is not served, in the words of vLLM's options and documentation.
-        reason: Why it is not served, as a clause.
-        instead: Alternative to use.
-    """
-
-    feature: str
-    reason: str
-    instead: str
 
 
 class Refusal(Enum):
@@ -74,14 +59,7 @@ class Refusal(Enum):
     )
 
     # Contents of the cache
-    CACHE_DTYPE = Words(
-        feature="this --kv-cache-dtype",
-        reason=(
-            "the kernels read float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "
-            "fp8_per_token_head and int4_per_token_head"
-        ),
-        instead="one of these",
-    )
+    CACHE_DTYPE = unserved.CACHE_DTYPE
     BLOCK_SIZE = Words(
         feature="a --block-size that is not a multiple of 16",
         reason="the kernels read pages in steps of 16 tokens",
@@ -169,11 +147,7 @@ class Refusal(Enum):
         ),
         instead="stock vLLM",
     )
-    SPARSE_LATENTS = Words(
-        feature="sparse multi-head latent attention (DeepSeek-V3.2, DeepSeek-V4)",
-        reason="no kernel reads only the tokens that an indexer selects",
-        instead="stock vLLM",
-    )
+    SPARSE_LATENTS = unserved.SPARSE_LATENTS
     LATENT_FEATURES = Words(
         feature="latent attention with ALiBi, sliding windows or soft caps",
         reason="no model in vLLM has it",
@@ -226,11 +200,7 @@ class Refusal(Enum):
         ),
         instead="leave the variable unset",
     )
-    DIFFUSION = Words(
-        feature="generation by diffusion, not token by token (canvas_length in the model's config)",
-        reason="tokens that are replaced would have to be removed from the cache completely",
-        instead="stock vLLM",
-    )
+    DIFFUSION = unserved.DIFFUSION
     ENCODER_ALONE = Words(
         feature="an engine with only the encoder (--mm-encoder-only)",
         reason="it has no cache",
@@ -253,11 +223,7 @@ class Refusal(Enum):
         reason="the kernels round states to nearest",
         instead="--mamba-ssm-cache-dtype bfloat16 or float32",
     )
-    HYMBA = Words(
-        feature="Hymba",
-        reason=MISSING_PIECES["hymba"],
-        instead="a model of vLLM's with attention and Mamba in every layer, such as Falcon-H1",
-    )
+    HYMBA = unserved.HYMBA
     STATE_ALIGNMENT = Words(
         feature="a recurrent layer whose first state does not end at a multiple of 16 bytes",
         reason="the next state is loaded 16 bytes at a time",
@@ -334,9 +300,7 @@ class Refusal(Enum):
         Args:
             met: Value or layer that was found. Empty means that none is named.
         """
-        words = self.value
-        found = f"{words.feature}, got {met}" if met else words.feature
-        return f"{found} ({words.reason}; use instead: {words.instead})"
+        return self.value.text(met)
 
     def error(self, met: str = "") -> ValueError:
         """Make the error that refuses the feature; see `text`."""

@@ -43,6 +43,12 @@ def test_size_refuses_zero():
         parse_bytes("0.3")
 
 
+@pytest.mark.parametrize("text", ["24", "25_769_803_776", " 80 "])
+def test_memory_of_a_gpu_needs_a_unit(text):
+    with pytest.raises(ValueError, match=rf"gpu memory needs a unit, such as .*got '{text}'"):
+        find_gpu(text)
+
+
 def test_unknown_gpu_is_refused_with_the_names():
     with pytest.raises(ValueError, match=r"H100-80G.*got 'H300'"):
         find_gpu("H300")

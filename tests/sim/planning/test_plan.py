@@ -10,6 +10,7 @@ from jenga.cli import main
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.models import KvFormat, ReadOptions, known_model, known_names
+from jenga.models.unserved import CACHE_DTYPE, SPARSE_LATENTS
 from jenga.policies import Image, RequestFacts
 from jenga.sim.arenas.baseline_geometries import geometry_by_name
 from jenga.sim.hardware.budget import memory_budget
@@ -96,8 +97,13 @@ def test_paged_attention_has_no_room_for_states_of_short_requests():
     plan = plan_of("nemotron-h-8b", lengths=(512, 65_536))
 
     short, long = system(plan, "homogeneous").fits
-    assert (short.num_requests, short.waste) == (0, None)
+    assert (short.num_requests, short.waste, short.is_below_state) == (0, None, True)
     assert long.waste > 0.5
+    assert not long.is_below_state
+    text = plan_text(plan)
+    assert "no room" not in text
+    assert '"holds no state": the slots of so short a request are smaller' in text
+    assert "holds no state" not in plan_text(plan_of("gemma-3-4b"))
 
 
 def test_paged_attention_takes_slots_for_an_image_in_every_layer():
@@ -364,6 +370,50 @@ def test_command_lists_the_known_models(capsys):
     assert set(known_names()) <= set(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (
+            ["deepseek-v3.2", "--gpu", "H200", "--tp", "16"],
+            f"deepseek-v3.2 is planned, but the vLLM plugin refuses it: {SPARSE_LATENTS.text()}.",
+        ),
+        (
+            ["deepseek-v4-flash", "--gpu", "H200", "--tp", "2", "--weights", "160GB"],
+            f"flash is planned, but the vLLM plugin refuses it: {SPARSE_LATENTS.text()}.",
+        ),
+        (
+            ["gemma-3-27b", "--kv-dtype", "nvfp4"],
+            f"nvfp4 are planned, but the vLLM plugin refuses them: {CACHE_DTYPE.reason}.",
+        ),
+        (
+            ["gemma-3-4b", "--kv-dtype", "fp8", "--gpu", "A100-80G"],
+            "fp8 are planned, but the vLLM plugin refuses them: float8 needs a GPU of compute",
+        ),
+    ],
+    ids=["sparse", "compressed", "four_bits", "no_float8"],
+)
+def test_command_says_what_the_plugin_refuses(arguments, note, capsys):
+    assert plan_command(*arguments, "--length", "8192") == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert plan_command(*arguments, "--length", "8192", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note in found
+
+
+def test_command_says_nothing_of_what_the_plugin_serves(capsys):
+    assert plan_command("gemma-3-4b", "--kv-dtype", "fp8", "--gpu", "24GiB", "--json") == 0
+
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+def test_list_marks_the_models_that_the_plugin_refuses(capsys):
+    assert main(["plan", "--list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    marked = [line.split()[0] for line in lines if line.endswith("the vLLM plugin refuses it)")]
+    assert marked == ["deepseek-v3.2", "deepseek-v4-flash", "hymba-1.5b"]
+
+
 def test_command_takes_ranks_format_and_arena(capsys):
     arguments = ["qwen3-next-80b-a3b", "--tp", "2", "--kv-dtype", "fp8", "--arena", "20GB"]
     assert plan_command(*arguments, "--json") == 0
@@ -386,13 +436,38 @@ def test_command_spreads_a_model_over_the_ranks_of_a_pipeline(capsys):
     ranks = geometry["pipeline_ranks"]
     assert fields["pipeline_parallel"] == len(ranks) == 2
     assert geometry["large_page_bytes"] == sum(rank["large_page_bytes"] for rank in ranks)
-    assert [sum(table["num_layers"] for table in rank["page_tables"]) for rank in ranks] == [32, 31]
+    assert [sum(table["num_layers"] for table in rank["page_tables"]) for rank in ranks] == [31, 31]
     for rank in ranks:
         used_bytes = geometry["num_large_pages"] * rank["large_page_bytes"]
         assert used_bytes + rank["left_bytes"] == fields["arena_bytes"]
     assert [each["name"] for each in fields["systems"]] == ["planned", "lcm"]
     assert "remaining memory on each of 2 pipeline ranks" in printed
     assert "1/4 on each rank" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"pipeline_parallel": 2}, "in a pipeline"),
+        ({"large_page_bytes": 8 << 20}, "in an arena that engines share"),
+    ],
+    ids=["pipeline", "shared_arena"],
+)
+def test_embeddings_are_left_out_where_engines_keep_them_in_vllms_cache(options, where):
+    plan = plan_of("gemma-3-27b", **options)
+
+    assert [each.name for each in plan.model.layer_types] == ["full", "sliding"]
+    assert [each.name for each in plan.geometry.page_tables] == ["full", "sliding"]
+    note = f"Embeddings are not planned: {where} they stay in vLLM's encoder cache."
+    assert plan.notes == (note,)
+    assert plan_of("llama-3.1-8b", **options).notes == ()
+
+
+def test_a_plan_of_a_pipeline_says_which_rows_are_left_out():
+    words = "The MAX page, PagedAttention and vLLM's planner are left out, because"
+
+    assert words in plan_text(plan_of("gemma-3-4b", pipeline_parallel=2))
+    assert words not in plan_text(plan_of("gemma-3-4b"))
 
 
 def test_a_pipeline_of_like_ranks_holds_what_as_many_arenas_together_hold():
@@ -445,14 +520,22 @@ def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
             ["qwen3.5-27b", "--history-tokens", "65"],
             "history_tokens must be at most 64 for models of gated delta layers, got 65",
         ),
+        (
+            ["llama-3.1-8b", "--large-page-bytes", "1000"],
+            "multiple of the alignment, 128, got 1000",
+        ),
+        (["llama-3.1-8b", "--gpu", "24"], "gpu memory needs a unit, such as 24GiB"),
+        (["llama-3.1-8b", "--plot", "x.gif"], "file must end in .svg"),
         ([], "MODEL must be given"),
     ],
 )
 def test_command_says_what_is_wrong_in_one_line(arguments, message, capsys):
     assert plan_command(*arguments) == 2
 
-    (line,) = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
     assert re.search(message, line)
+    assert printed.out == ""
 
 
 def test_vllm_is_left_out_by_name_where_it_is_not_installed(monkeypatch):
