@@ -13,7 +13,7 @@ from jenga.eviction.known import DEFAULT_POLICY
 from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.arenas.by_name import EVICTING
 from jenga.sim.arenas.vllm_plan import StockOptions
-from jenga.sim.batching.measured import RESULTS, measured
+from jenga.sim.batching.measured import measured
 from jenga.sim.batching.speculation import Speculation
 from jenga.sim.batching.step_time import (
     PEAKS,
@@ -48,8 +48,8 @@ from jenga.spec import ELEMENT_BYTES, check_positive
 DESCRIPTION = """\
 Replay requests step by step through a memory manager, as an engine would serve them, but without a
 GPU: continuous batching, chunked prefill, preemption and prefix caching. Tokens, pages and bytes
-are counted. Seconds come from a roofline model of the GPU. It uses the measured shares of the GPU's
-peaks in perf/results, or the peaks themselves if nothing was measured on that GPU."""
+are counted. Seconds come from a roofline model of the GPU. It uses the shares of the GPU's peaks
+that were measured for this package, or the peaks themselves if nothing was measured on that GPU."""
 
 EPILOG = f"""\
 traces:
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     if options.host and options.no_prefix_caching:
         msg = "--host keeps prefixes, and --no-prefix-caching keeps none"
         raise ValueError(msg)
-    if options.measured != RESULTS and not options.measured.is_dir():
+    if options.measured is not None and not options.measured.is_dir():
         msg = f"--measured must be a folder with one for each GPU, got {options.measured}"
         raise ValueError(msg)
     if options.check < 0:

@@ -7,7 +7,6 @@ from jenga.admission.reserve import LEFT_SHARE
 from jenga.eviction.known import EVICTION_POLICIES, policy_by_name
 from jenga.sim.arenas.by_name import MANAGER_NAMES
 from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions, read_stock_options
-from jenga.sim.batching.measured import RESULTS
 from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.batching.step_time import HOST_BYTES_PER_S, SHARES
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION
@@ -274,10 +273,9 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument(
         "--measured",
         type=Path,
-        default=RESULTS,
         metavar="FOLDER",
-        help="folder of benchmark rows, with a folder for each GPU (default: perf/results of a "
-        "checkout)",
+        help="folder of your own benchmark rows, with a folder for each GPU, from which the shares "
+        "are taken (default: the shares that were measured for this package)",
     )
 
 
