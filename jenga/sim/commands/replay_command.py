@@ -61,6 +61,8 @@ traces:
   with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
     rag:k=8,rate=0.5  agents:n=24,rate=0.05  mixed:rate=2
     rate is the mean number of arrivals per second; arrival times are random
+  --list-traces lists all of them with their arguments; docs/planning-and-replaying.md has a sample
+  of each format
 
 managers:
   jenga   Jenga's manager, with pages of the planned geometry

@@ -9,6 +9,7 @@ from jenga.sim.arenas.by_name import MANAGER_NAMES
 from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions, read_stock_options
 from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.batching.step_time import HOST_BYTES_PER_S, SHARES
+from jenga.sim.commands.trace_list import ListTraces
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION
 from jenga.sim.hardware.gpus import GPUS, parse_bytes
 from jenga.sim.planning.plan import KV_DTYPES
@@ -27,6 +28,8 @@ _SHARE_WORDS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `jenga replay`."""
+    # Generated, it would take a screen before each error.
+    parser.usage = "%(prog)s --model MODEL [MODEL ...] --trace TRACE [option ...]"
     what = parser.add_argument_group("model and trace")
     what.add_argument(
         "--model",
@@ -57,6 +60,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="TRACE",
         help="file of requests, or name of a made-up workload; see below",
+    )
+    what.add_argument(
+        "--list-traces",
+        action=ListTraces,
+        help="list all workloads and formats of files with their arguments, and exit",
     )
     what.add_argument(
         "--format",

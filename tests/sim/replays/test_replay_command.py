@@ -372,3 +372,19 @@ def test_a_gpu_of_any_size_will_do_with_seconds_given(capsys):
     assert code == 0
     # All prompts in one step, three further tokens.
     assert " 2.0 " in printed.out.splitlines()[5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: --model, --trace"),
+        ([*SMALL, *TRACE, "--left-share=2"], "argument --left-share: must be in [0, 1), got '2'"),
+    ],
+)
+def test_a_usage_error_is_two_lines(capsys, arguments, words):
+    with pytest.raises(SystemExit):
+        main(["replay", *arguments])
+
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: jenga replay --model MODEL [MODEL ...] --trace TRACE [option ...]"
+    assert error == f"jenga replay: error: {words}"
