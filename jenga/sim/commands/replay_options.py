@@ -6,9 +6,9 @@ from pathlib import Path
 from jenga.admission.reserve import LEFT_SHARE
 from jenga.eviction.known import EVICTION_POLICIES, policy_by_name
 from jenga.sim.arenas.by_name import MANAGER_NAMES
-from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions, read_stock_options
+from jenga.sim.arenas.vllm_plan import StockOptions, read_stock_options
 from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS
-from jenga.sim.batching.step_time import HOST_BYTES_PER_S, SHARES
+from jenga.sim.batching.step_time import SHARES
 from jenga.sim.commands.trace_list import ListTraces
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION
 from jenga.sim.hardware.gpus import GPUS, parse_bytes
@@ -64,6 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--list-traces",
         action=ListTraces,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
         help="list all workloads and formats of files with their arguments, and exit",
     )
     what.add_argument(
@@ -118,7 +121,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--bounds",
         action="store_true",
-        help="also show the hits of an unlimited cache and of the best possible eviction",
+        help="also show the hits of an unlimited cache, and an upper bound on those of any "
+        "eviction, which may be out of reach",
     )
     rows.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -138,7 +142,6 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         nargs="+",
         type=_eviction_policy,
         metavar="POLICY",
-        default=[Settings().eviction],
         help=f"eviction policy of Jenga's manager: {', '.join(EVICTION_POLICIES)}, or module:Class "
         f"for one of your own; several are compared (default: {Settings().eviction})",
     )
@@ -155,7 +158,6 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         "--vllm",
         nargs="+",
         type=_stock_options,
-        default=[DEFAULT_STOCK],
         metavar="OPTIONS",
         help="options of vLLM's manager: `default`, or one or more of retention=TOKENS, "
         "retention=dense, match=TOKENS and hybrid=off, separated by commas; several sets of "
@@ -173,7 +175,6 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument(
         "--host-bandwidth",
         type=_rate,
-        default=HOST_BYTES_PER_S,
         metavar="BYTES",
         help="bandwidth of copies to and from host memory, in bytes per second (default: 25GB, as "
         "of sixteen lanes of PCIe 4.0)",

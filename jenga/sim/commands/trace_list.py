@@ -8,8 +8,6 @@ from jenga.sim.workload.sources import FORMATS, GENERATORS, arguments_of, summar
 
 _WIDTH = 100
 
-_NO_VALUE = argparse.SUPPRESS
-
 _INTRODUCTION = """\
 Arguments follow a colon: --trace articles:n=24,questions=8. All but those with three dots may be
 left out, and then have the values below. A range is written tokens=1000-2000. A file without
@@ -18,10 +16,6 @@ arguments is given by its path alone: --trace trace.jsonl. Its beginning tells i
 
 class ListTraces(argparse.Action):
     """An option that prints the list and ends the program, as `--help` does."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:  # noqa: A002  argparse's
-        """Make an option without a value."""
-        super().__init__(option_strings, dest=_NO_VALUE, default=_NO_VALUE, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print the list."""
@@ -34,6 +28,8 @@ def _lines() -> Iterator[str]:
     for title, names in (("Workloads", GENERATORS), ("Files", FORMATS)):
         yield f"\n{title}"
         for name in names:
-            yield fill(f"{name}: {summary_of(name)}", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+            yield fill(
+                f"{name}: {summary_of(name)}", _WIDTH, initial_indent="  ", subsequent_indent="  "
+            )
             arguments = ", ".join(arguments_of(name))
             yield fill(arguments, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -68,7 +68,8 @@ def read_wildchat(
 ) -> Iterator[Request]:
     """Read the requests of WildChat conversations, to be replayed in closed loop.
 
-    Turns become requests as in `read_sharegpt`. Recorded times are those of answers, so they give neither arrivals nor think times.
+    Turns become requests as in `read_sharegpt`. Recorded times are those of answers, so they give
+    neither arrivals nor think times.
 
     Args:
         path: JSON, JSON lines or Parquet of objects with `conversation`: a list of `role` and
