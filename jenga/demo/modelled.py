@@ -12,7 +12,7 @@ from typing import Any
 from jenga.demo.documents import Answer
 from jenga.models import ModelFacts, ReadOptions, find_model
 from jenga.sim.batching.arena import ActiveRequest, Chunk
-from jenga.sim.batching.measured import RESULTS, measured
+from jenga.sim.batching.measured import measured
 from jenga.sim.batching.scheduler import CHUNK_TOKENS
 from jenga.sim.batching.step_time import StepTime, weights_of
 from jenga.sim.commands import plan_command
@@ -77,7 +77,7 @@ def prompt_seconds(model: str, gpu_name: str, answers: Sequence[Answer]) -> floa
 
 def _clock(facts: ModelFacts, gpu: Gpu) -> StepTime:
     spec = facts.spec(ReadOptions(model_dtype="bfloat16"))
-    return StepTime(spec, weights_of(facts), gpu, achieved=measured(gpu, RESULTS))
+    return StepTime(spec, weights_of(facts), gpu, achieved=measured(gpu))
 
 
 def _seconds(clock: StepTime, answer: Answer) -> float:

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from jenga.models.readers.token_budgets import TOKEN_BUDGETS
 from jenga.models.unserved import HYMBA_MODEL_TYPE, SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.metrics.memory_log import check_memory_log
+from jenga.vllm_plugin.settings.additional_config import HOST_BYTES, check_additional_config
 from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
     BACKEND_VARIABLE,
@@ -61,9 +62,6 @@ fp8_e5m2 is float8_e5m2.
 
 _NO_ENCODER_CACHE = "jenga.vllm_plugin.scheduler.image_hits.NoEncoderCache"
 """Class that takes the place of vLLM's encoder cache for cross attention to images."""
-
-_HOST_BYTES = "jenga_host_bytes"
-"""Key in vLLM's `additional_config` that carries --kv-offloading-size to the engine, in bytes."""
 
 
 def is_selected(vllm_config: "VllmConfig") -> bool:
@@ -281,8 +279,9 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         Whether the backend is selected.
 
     Raises:
-        ValueError: The backend is selected, and the configuration asks for a refused feature, the
-            backend was not written for this version of vLLM, or an environment variable is wrong.
+        ValueError: The backend is selected, and the configuration asks for a refused feature, or
+            the backend was not written for this version of vLLM. Or an environment variable or a
+            key of --additional-config is wrong.
     """
     from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
@@ -294,6 +293,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     settings = read_settings(os.environ)
     if vllm_config.parallel_config.rank == 0:  # other machines may lack the log's folder
         check_memory_log(settings)
+    check_additional_config(vllm_config.additional_config)
     check_refusals(_refusals(vllm_config))
     _set_cache_options(vllm_config)
     _take_offloading(vllm_config)
@@ -333,14 +333,14 @@ def _take_offloading(vllm_config: "VllmConfig") -> None:
         raise ValueError(msg)  # noqa: TRY004  as for every other option
     # Rounded up: a tiny size becomes 1 byte, which is refused later as less than a page. 0 would
     # mean that no host memory is asked for.
-    vllm_config.additional_config[_HOST_BYTES] = math.ceil(size_gib * (1 << 30))
+    vllm_config.additional_config[HOST_BYTES] = math.ceil(size_gib * (1 << 30))
     vllm_config.cache_config.kv_offloading_size = None
 
 
 def host_bytes(vllm_config: "VllmConfig") -> int:
     """Get the size of host memory for evicted pages, in bytes, over all ranks. 0 means none."""
     options = vllm_config.additional_config
-    return options.get(_HOST_BYTES, 0) if isinstance(options, dict) else 0
+    return options.get(HOST_BYTES, 0) if isinstance(options, dict) else 0
 
 
 def _set_cache_options(vllm_config: "VllmConfig") -> None:

@@ -168,12 +168,12 @@ def test_documents_name_targets_the_makefile_has(document):
 
 
 def test_docs_describe_the_environment_variables_the_package_reads():
-    from jenga.vllm_plugin.settings.environment import _KNOWN_VARIABLES
+    from jenga.vllm_plugin.settings.environment import KNOWN_VARIABLES
 
     text = text_of("docs/configuration.md")
     rows = re.findall(r"^\| `(JENGA_\w+)` \|.*\| `(JENGA_\w+)=\S+` \|$", text, re.MULTILINE)
 
-    assert {name for name, _ in rows} == _KNOWN_VARIABLES
+    assert {name for name, _ in rows} == KNOWN_VARIABLES
     assert all(name == example for name, example in rows)
 
 

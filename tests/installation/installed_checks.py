@@ -40,6 +40,20 @@ def test_the_command_is_there_and_knows_every_model():
         assert done.stdout
 
 
+def test_modelled_seconds_are_those_of_a_checkout():
+    replay = [PREFIX / "bin" / "jenga", "replay", "--model=gemma-3-27b", "--gpu=H200", "--quiet"]
+    replay.append("--trace=articles:n=2,questions=2,tokens=3000,output=8")
+
+    # `perf` lies beside the tests, and not beside the installed package.
+    outputs = [
+        subprocess.run([*replay, *rows], capture_output=True, text=True, check=True).stdout
+        for rows in ([], ["--measured=perf/results"])
+    ]
+
+    assert outputs[0] == outputs[1]
+    assert "a roofline of H200 at shares of its peaks: products 78%" in outputs[0]
+
+
 def test_vllm_loads_the_plugin_by_its_entry_point():
     pytest.importorskip("vllm")
     (point,) = entry_points(group="vllm.general_plugins", name="jenga")

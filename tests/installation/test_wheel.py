@@ -37,6 +37,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel):
     assert names == files
     assert {"jenga/py.typed", "jenga_kernels/py.typed", "jenga/sim/assets/report.js"} <= names
     assert "jenga/models/data/gemma-3-27b.json" in names
+    assert "jenga/sim/assets/measured_shares.json" in names
 
 
 def test_the_wheel_is_for_every_machine_and_has_the_licence(wheel):

@@ -1,17 +1,18 @@
-"""Measured shares of a GPU's peaks, from the rows of this repository's benchmarks."""
+"""Measured shares of a GPU's peaks, from the rows of this repository's benchmarks.
+
+The package has the shares that the rows of `perf/results` give, so that seconds do not depend on
+how it was installed. `python -m perf.tables.measured_shares` writes them.
+"""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jenga
 from jenga.sim.batching.step_time import Achieved
 from jenga.sim.hardware.gpus import Gpu
-
-RESULTS = Path(jenga.__path__[0]).parent / "perf" / "results"
-"""Folder with one folder of rows for each GPU. A checkout has it; a wheel does not."""
 
 _ROOFLINE = ("roofline",)
 _ATTENTION = ("bench_specialized_prefill", "bench_paged_attention")
@@ -37,7 +38,11 @@ class _Row:
     num_flops: float
 
 
-def measured(gpu: Gpu, results: Path) -> Achieved:
+SHARES_FILE = "measured_shares.json"
+"""File in the package's assets with the measured shares of each GPU."""
+
+
+def measured(gpu: Gpu, results: Path | None = None) -> Achieved:
     """Return the measured shares of a GPU's peaks. A share without rows is 1.
 
     Shares of products with weights are the best rates in the rows of `perf.harness.roofline`: those
@@ -49,7 +54,8 @@ def measured(gpu: Gpu, results: Path) -> Achieved:
 
     Args:
         gpu: A GPU that is known by name.
-        results: A folder such as `RESULTS`.
+        results: A folder with one folder of rows for each GPU, such as `perf/results`. None means
+            the shares that the package has.
 
     Raises:
         ValueError: A row has a wrong value, and the message names file, line and field. Or the
@@ -58,6 +64,8 @@ def measured(gpu: Gpu, results: Path) -> Achieved:
     if gpu.bytes_per_s is None:
         msg = f"gpu must be known by name where time is modelled, got {gpu.name!r}"
         raise ValueError(msg)
+    if results is None:
+        return _of_the_package(gpu)
     bytes_per_s, flops = gpu.bytes_per_s, gpu.flops("bfloat16")
     folders = [each for name in gpu.folders if (each := results / name).is_dir()]
     roofline = _rows(folders, _ROOFLINE, "roofline")
@@ -75,6 +83,12 @@ def measured(gpu: Gpu, results: Path) -> Achieved:
         "attention_arithmetic_share": _together(others, "num_flops", flops),
     }
     return Achieved(**{name: min(1.0, max(found)) for name, found in shares.items() if found})
+
+
+def _of_the_package(gpu: Gpu) -> Achieved:
+    text = (resources.files("jenga.sim") / "assets" / SHARES_FILE).read_text(encoding="utf-8")
+    shares: dict[str, dict[str, float]] = json.loads(text)
+    return Achieved(**shares.get(gpu.name, {}))
 
 
 def _together(rows: list[_Row], what: str, per_s: float) -> list[float]:

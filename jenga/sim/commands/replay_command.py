@@ -1,7 +1,6 @@
 """`jenga replay`: make replays from the command line, and print their results."""
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -9,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
-from jenga.eviction.known import DEFAULT_POLICY
 from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.arenas.by_name import EVICTING
-from jenga.sim.arenas.vllm_plan import StockOptions
-from jenga.sim.batching.measured import RESULTS, measured
+from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions
+from jenga.sim.batching.measured import measured
 from jenga.sim.batching.speculation import Speculation
 from jenga.sim.batching.step_time import (
+    HOST_BYTES_PER_S,
     PEAKS,
     SHARES,
     Achieved,
@@ -24,8 +23,9 @@ from jenga.sim.batching.step_time import (
     drafted_time,
     weights_of,
 )
+from jenga.sim.commands.replay_checks import check_options, notes_on_managers
 from jenga.sim.commands.replay_options import add_options
-from jenga.sim.drawing.text import aligned, bytes_text, wrapped
+from jenga.sim.commands.replay_text import outcomes_text
 from jenga.sim.hardware.budget import memory_budget
 from jenga.sim.hardware.gpus import GPUS, Gpu, find_gpu
 from jenga.sim.planning.engine_layers import find_served_model
@@ -41,15 +41,14 @@ from jenga.sim.replays.session import (
     outcome_of,
     run_row,
 )
-from jenga.sim.results.rows import SummaryRow
 from jenga.sim.workload.sources import GENERATORS, open_source
 from jenga.spec import ELEMENT_BYTES, check_positive
 
 DESCRIPTION = """\
 Replay requests step by step through a memory manager, as an engine would serve them, but without a
 GPU: continuous batching, chunked prefill, preemption and prefix caching. Tokens, pages and bytes
-are counted. Seconds come from a roofline model of the GPU. It uses the measured shares of the GPU's
-peaks in perf/results, or the peaks themselves if nothing was measured on that GPU."""
+are counted. Seconds come from a roofline model of the GPU. It uses the shares of the GPU's peaks
+that were measured for this package, or the peaks themselves if nothing was measured on that GPU."""
 
 EPILOG = f"""\
 traces:
@@ -61,6 +60,8 @@ traces:
   with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
     rag:k=8,rate=0.5  agents:n=24,rate=0.05  mixed:rate=2
     rate is the mean number of arrivals per second; arrival times are random
+  --list-traces lists all of them with their arguments; docs/planning-and-replaying.md has a sample
+  of each format
 
 managers:
   jenga   Jenga's manager, with pages of the planned geometry
@@ -88,22 +89,6 @@ examples:
 
 _PROGRESS_S = 0.5
 
-_WIDTH = 100
-
-_WASTE_WORDS = (
-    '"waste %" is the share of held bytes that the next tokens do not need: the mean over steps in '
-    'which a request decodes. "busy %" is the mean over those steps in which at least half as many '
-    'requests decode as in the largest decode batch. "of bytes %" is the same share of the bytes '
-    'summed over all steps in which a request decodes. "evicted" is the number of cached small '
-    "pages that were lost."
-)
-
-_MISSED_WORDS = (
-    '"tokens not found" sums the rows of kind miss: all tokens that admitted requests could have '
-    'started from and did not, by reason. "cached" tokens lay in the cache, and no request could '
-    "start from them."
-)
-
 _EXIT_REFUSED = 2
 """Exit status if some of several replays were refused. The others are in the table."""
 
@@ -120,20 +105,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: A model, a trace or an option is refused, or no request fits in an arena.
     """
-    for name in ("every", "requests", "chunk_tokens", "max_requests", "step_seconds"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            msg = f"--{name.replace('_', '-')} must be a positive number, got {value}"
-            raise ValueError(msg)
-    if options.host and options.no_prefix_caching:
-        msg = "--host keeps prefixes, and --no-prefix-caching keeps none"
-        raise ValueError(msg)
-    if options.measured != RESULTS and not options.measured.is_dir():
-        msg = f"--measured must be a folder with one for each GPU, got {options.measured}"
-        raise ValueError(msg)
-    if options.check < 0:
-        msg = f"--check must be at least 0, got {options.check}"
-        raise ValueError(msg)
+    check_options(options)
     machines = [_machine(name, options) for name in options.model]
     trace = Trace(
         _trace_name(options),
@@ -159,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
     if out is not None:
         out.close()
     if found:
-        print(_text(found, trace))
+        print(outcomes_text(found, trace, notes=list(notes_on_managers(options))))
     for refusal in refusals:
         print(f"jenga: error: {refusal}", file=sys.stderr)
     return _EXIT_REFUSED if refusals else 0
@@ -171,8 +143,10 @@ def _replays(
     """Yield machine, manager, and the choice of the manager: eviction, or vLLM's options."""
     for machine in machines:
         for manager in options.manager:
-            for eviction in options.eviction[: None if manager in EVICTING else 1]:
-                for stock in options.vllm[: None if manager == "vllm" else 1]:
+            policies = options.eviction or [Settings().eviction]
+            sets = options.vllm or [DEFAULT_STOCK]
+            for eviction in policies[: None if manager in EVICTING else 1]:
+                for stock in sets[: None if manager == "vllm" else 1]:
                     yield machine, manager, eviction, stock
 
 
@@ -195,7 +169,7 @@ def _settings(
         left_share=options.left_share,
         prefix_caching=not options.no_prefix_caching,
         host_bytes=options.host,
-        host_bytes_per_s=options.host_bandwidth,
+        host_bytes_per_s=options.host_bandwidth or HOST_BYTES_PER_S,
         chunk_tokens=options.chunk_tokens,
         max_requests=options.max_requests,
         speculation=_speculation(options),
@@ -396,90 +370,3 @@ class _Progress:
         """Clear the line."""
         if self._width:
             print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
-
-
-def _text(found: Sequence[Outcome], trace: Trace) -> str:
-    """Write a table of counted numbers, and below it a table of modelled times."""
-    has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
-    counted = ["model", "manager", "arena", "hit %"]
-    counted += ["unlimited %", "best %"] if has_bounds else []
-    counted += ["waste %", "busy %", "of bytes %", "evicted"]
-    has_host = any("host_bytes" in each.row.options for each in found)
-    counted += ["stored", "loaded"] if has_host else []
-    counted += ["preempted", "refused"]
-    timed = ["model", "manager", "decode batch", "steps"]
-    timed += ["seconds", "requests/s", "tokens/s", "TTFT p50", "TPOT p50"]
-    memory, speed = [counted], [timed]
-    missed = [["model", "manager", "tokens not found", "tokens", "%"]]
-    policies = {each.row.eviction for each in found if each.row.eviction}
-    has_orders = bool(policies - {DEFAULT_POLICY}) or len(policies) > 1
-    for each in found:
-        row, summary = each.row, each.summary
-        manager = f"{row.manager} {row.eviction}".strip() if has_orders else row.manager
-        manager = f"{manager} {row.options.get('stock', '')}".rstrip()
-        bounds = ("unlimited_hit_rate", "best_eviction_hit_rate") if has_bounds else ()
-        memory.append(
-            [
-                row.model,
-                manager,
-                bytes_text(row.arena_bytes),
-                f"{100 * summary.hit_rate:.1f}",
-                *(
-                    f"{100 * row.options[name]:.1f}" if name in row.options else "-"
-                    for name in bounds
-                ),
-                *map(_percent, (summary.waste, summary.busy_waste, summary.waste_of_bytes)),
-                f"{summary.evicted_pages:,}",
-                *map(bytes_text, (summary.stored_bytes, summary.loaded_bytes) if has_host else ()),
-                f"{summary.num_preemptions:,}",
-                f"{summary.num_refused:,}",
-            ]
-        )
-        speed.append(
-            [
-                row.model,
-                manager,
-                f"{summary.mean_decode_batch:.2f}",
-                f"{summary.num_steps:,}",
-                f"{summary.seconds:,.1f}",
-                f"{summary.requests_per_s:.3g}",
-                f"{summary.tokens_per_s:,.0f}",
-                f"{summary.ttft_s.p50:.3g}",
-                f"{summary.tpot_s.p50:.3g}",
-            ]
-        )
-        missed += [
-            [row.model, manager, reason, f"{tokens:,}", f"{share:.1f}"]
-            for reason, tokens, share in _missed(summary)
-        ]
-    seconds = dict.fromkeys(str(each.row.options["seconds"]) for each in found)
-    notes = [_WASTE_WORDS, f"Seconds are modelled: {'; '.join(seconds)}."]
-    if len(missed) > 1:
-        notes.append(_MISSED_WORDS)
-    if any(each.summary.waste is None for each in found):
-        notes.append(
-            "A dash means that no sampled step has a decoding request; give --every 1 to sample "
-            "all steps."
-        )
-    return "\n".join(
-        [
-            f"{trace.num_requests:,} requests of {trace.name}",
-            *aligned(memory, alignment="<<" + ">" * (len(counted) - 2)),
-            "",
-            *aligned(speed, alignment="<<" + ">" * (len(timed) - 2)),
-            "",
-            *([*aligned(missed, alignment="<<<>>"), ""] if len(missed) > 1 else []),
-            *(line for note in notes for line in wrapped(note, width=_WIDTH)),
-        ]
-    )
-
-
-def _missed(summary: SummaryRow) -> Iterator[tuple[str, int, float]]:
-    """Yield reason, tokens and percentage of the tokens not found, most tokens first."""
-    tokens_of = summary.missed_tokens
-    for reason in sorted(tokens_of, key=tokens_of.__getitem__, reverse=True):
-        yield reason, tokens_of[reason], 100 * tokens_of[reason] / sum(tokens_of.values())
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f}"

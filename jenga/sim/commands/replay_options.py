@@ -6,10 +6,10 @@ from pathlib import Path
 from jenga.admission.reserve import LEFT_SHARE
 from jenga.eviction.known import EVICTION_POLICIES, policy_by_name
 from jenga.sim.arenas.by_name import MANAGER_NAMES
-from jenga.sim.arenas.vllm_plan import DEFAULT_STOCK, StockOptions, read_stock_options
-from jenga.sim.batching.measured import RESULTS
+from jenga.sim.arenas.vllm_plan import StockOptions, read_stock_options
 from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS
-from jenga.sim.batching.step_time import HOST_BYTES_PER_S, SHARES
+from jenga.sim.batching.step_time import SHARES
+from jenga.sim.commands.trace_list import ListTraces
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION
 from jenga.sim.hardware.gpus import GPUS, parse_bytes
 from jenga.sim.planning.plan import KV_DTYPES
@@ -28,6 +28,8 @@ _SHARE_WORDS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `jenga replay`."""
+    # Generated, it would take a screen before each error.
+    parser.usage = "%(prog)s --model MODEL [MODEL ...] --trace TRACE [option ...]"
     what = parser.add_argument_group("model and trace")
     what.add_argument(
         "--model",
@@ -58,6 +60,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="TRACE",
         help="file of requests, or name of a made-up workload; see below",
+    )
+    what.add_argument(
+        "--list-traces",
+        action=ListTraces,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        help="list all workloads and formats of files with their arguments, and exit",
     )
     what.add_argument(
         "--format",
@@ -111,7 +121,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--bounds",
         action="store_true",
-        help="also show the hits of an unlimited cache and of the best possible eviction",
+        help="also show the hits of an unlimited cache, and an upper bound on those of any "
+        "eviction, which may be out of reach",
     )
     rows.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -131,7 +142,6 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         nargs="+",
         type=_eviction_policy,
         metavar="POLICY",
-        default=[Settings().eviction],
         help=f"eviction policy of Jenga's manager: {', '.join(EVICTION_POLICIES)}, or module:Class "
         f"for one of your own; several are compared (default: {Settings().eviction})",
     )
@@ -148,7 +158,6 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         "--vllm",
         nargs="+",
         type=_stock_options,
-        default=[DEFAULT_STOCK],
         metavar="OPTIONS",
         help="options of vLLM's manager: `default`, or one or more of retention=TOKENS, "
         "retention=dense, match=TOKENS and hybrid=off, separated by commas; several sets of "
@@ -166,7 +175,6 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument(
         "--host-bandwidth",
         type=_rate,
-        default=HOST_BYTES_PER_S,
         metavar="BYTES",
         help="bandwidth of copies to and from host memory, in bytes per second (default: 25GB, as "
         "of sixteen lanes of PCIe 4.0)",
@@ -274,10 +282,9 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument(
         "--measured",
         type=Path,
-        default=RESULTS,
         metavar="FOLDER",
-        help="folder of benchmark rows, with a folder for each GPU (default: perf/results of a "
-        "checkout)",
+        help="folder of your own benchmark rows, with a folder for each GPU, from which the shares "
+        "are taken (default: the shares that were measured for this package)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Upper bounds on prefix hits: with unlimited memory, and with the best possible eviction.
+"""Upper bounds on prefix hits: with unlimited memory, and with any eviction.
 
 Both take the requests one after another, so that each ends before the next is looked up. An engine
 that runs several requests at once cannot hit tokens that are still being computed, and it has less

@@ -55,6 +55,7 @@ class Recorder:
         # Number of decoding requests -> [steps sampled, sum of wastes, bytes held, bytes unused].
         self._sampled: dict[int, list[float]] = {}
         self._missed_tokens: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
 
     def on_end(self, active: ActiveRequest) -> None:
         """Record times of a request that ended. The replay gets this method as its `on_end`."""
@@ -63,6 +64,8 @@ class Recorder:
             self._first_arrival_s = arrival_s
         if self._recording.keep_requests:
             self._ended.append(active)
+        if active.refusal:
+            self._refusals[active.refusal] += 1
         if active.finished_s < 0:
             return
         self._first_tokens_s.add(active.first_token_s - arrival_s)
@@ -220,6 +223,7 @@ class Recorder:
             seconds=seconds,
             num_requests=replay.num_finished,
             num_refused=replay.num_refused,
+            refusals=dict(self._refusals),
             prompt_tokens=replay.prompt_tokens,
             output_tokens=replay.output_tokens,
             hit_tokens=replay.hit_tokens,

@@ -242,6 +242,7 @@ class SummaryRow:
         seconds: Seconds from the first arrival to the last token.
         num_requests: Number of requests that finished.
         num_refused: Number of requests that could never run.
+        refusals: Reason -> number of requests that could never run for it. Empty also in old rows.
         prompt_tokens: Prompt tokens of all requests.
         output_tokens: Output tokens of all requests.
         hit_tokens: Prompt tokens that were found cached at the requests' first admission.
@@ -274,6 +275,7 @@ class SummaryRow:
     seconds: float
     num_requests: int
     num_refused: int = 0
+    refusals: dict[str, int] = field(default_factory=dict[str, int])
     prompt_tokens: int
     output_tokens: int
     hit_tokens: int

@@ -66,9 +66,10 @@ def read_wildchat(
     bytes_per_token: float = BYTES_PER_TOKEN,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Read the requests of WildChat conversations, as `read_sharegpt` does.
+    """Read the requests of WildChat conversations, to be replayed in closed loop.
 
-    Recorded times are those of answers, so they give neither arrivals nor think times.
+    Turns become requests as in `read_sharegpt`. Recorded times are those of answers, so they give
+    neither arrivals nor think times.
 
     Args:
         path: JSON, JSON lines or Parquet of objects with `conversation`: a list of `role` and

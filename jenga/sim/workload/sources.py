@@ -207,9 +207,48 @@ def _made(name: str, arguments: str) -> Iterator[Request]:
     return function(**values)
 
 
+def arguments_of(name: str) -> Iterator[str]:
+    """Yield the arguments of a workload or a format as a user writes them, with their defaults.
+
+    An argument has its short name if there is one. One without a default, or whose default cannot
+    be written, has three dots in its place.
+
+    Args:
+        name: A name in `GENERATORS` or `FORMATS`.
+    """
+    parameters = inspect.signature((FORMATS | GENERATORS)[name]).parameters
+    short = _short_names(name)
+    for parameter in parameters.values():
+        text = _written(parameter.default)
+        is_read = text and _parsed(text, parameter.annotation) is not None
+        yield f"{short.get(parameter.name, parameter.name)}={text if is_read else '...'}"
+
+
+def summary_of(name: str) -> str:
+    """Return the sentence that says what a workload or a format is."""
+    return (inspect.getdoc((FORMATS | GENERATORS)[name]) or "").partition("\n")[0]
+
+
+def _written(value: object) -> str:
+    """Return an argument's value as a user writes it. The text is empty if there is no value."""
+    if value is inspect.Parameter.empty:
+        return ""
+    if isinstance(value, tuple):
+        return "-".join(map(_written, cast("tuple[object, ...]", value)))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _short_names(name: str) -> dict[str, str]:
+    """Return the short names of a workload's arguments, by their full names: the first of each."""
+    pairs = [(long.get(name, long.get("", "")), key) for key, long in _SHORT_NAMES.items()]
+    return dict(reversed(pairs))
+
+
 def _arguments(name: str, parameters: Iterable[str]) -> str:
     """List the names of a workload's arguments, each with its short name."""
-    short = {long.get(name, long.get("", "")): key for key, long in _SHORT_NAMES.items()}
+    short = _short_names(name)
     return ", ".join(f"{each} ({short[each]})" if each in short else each for each in parameters)
 
 

@@ -32,7 +32,7 @@ SCRATCH_VARIABLE = "JENGA_PROMPT_SCRATCH_BYTES"
 SHARED_ARENA_VARIABLE = "JENGA_SHARED_ARENA"
 GUARANTEE_VARIABLE = "JENGA_SHARED_ARENA_GUARANTEE"
 _LIMIT_VARIABLE = "JENGA_SHARED_ARENA_LIMIT"
-_KNOWN_VARIABLES = frozenset(
+KNOWN_VARIABLES = frozenset(
     {
         _GEOMETRY_VARIABLE,
         MEMORY_LOG_VARIABLE,
@@ -53,6 +53,7 @@ _KNOWN_VARIABLES = frozenset(
         _LIMIT_VARIABLE,
     }
 )
+"""Names of all variables of the package."""
 
 GEOMETRIES = ("planned", "lcm")
 """Values that `JENGA_GEOMETRY` may have. The first is the default."""
@@ -132,10 +133,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
             has its name, its value and the expected values.
     """
     for name in sorted(environ):
-        if name.startswith("JENGA_") and name not in _KNOWN_VARIABLES and _value(environ, name):
+        if name.startswith("JENGA_") and name not in KNOWN_VARIABLES and _value(environ, name):
             msg = (
                 f"unknown environment variable {name}={environ[name]!r}; expected one of "
-                f"{', '.join(sorted(_KNOWN_VARIABLES))}"
+                f"{', '.join(sorted(KNOWN_VARIABLES))}"
             )
             raise ValueError(msg)
     geometry = _value(environ, _GEOMETRY_VARIABLE).lower() or GEOMETRIES[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jenga.broker.client import BrokerError, check_join
 from jenga.broker.folder import ArenaFolder
 from jenga.broker.memory import MemoryLostError
+from jenga.vllm_plugin.settings.additional_config import HOST_BYTES, SHARED_ARENA
 from jenga.vllm_plugin.settings.environment import (
     GUARANTEE_VARIABLE,
     SHARED_ARENA_VARIABLE,
@@ -16,9 +17,6 @@ from jenga.vllm_plugin.settings.refusals import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_SHARE = "jenga_shared_arena"
-"""Our option in vLLM's additional configuration, which carries the share into every process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,7 @@ class Membership:
 def arena_share(vllm_config: "VllmConfig") -> ArenaShare | None:
     """Get the share that a configuration has, or None if the engine has an arena of its own."""
     options = vllm_config.additional_config
-    share = options.get(_SHARE) if isinstance(options, dict) else None
+    share = options.get(SHARED_ARENA) if isinstance(options, dict) else None
     return None if share is None else ArenaShare(**share)
 
 
@@ -112,7 +110,7 @@ def share_arena(vllm_config: "VllmConfig", settings: Settings) -> None:
     except BrokerError as error:
         msg = f"{SHARED_ARENA_VARIABLE}={folder.path}: {error}"
         raise ValueError(msg) from error
-    options[_SHARE] = asdict(share)
+    options[SHARED_ARENA] = asdict(share)
     vllm_config.cache_config.num_gpu_blocks_override = num_pages
     # Its steps would write to large pages that other engines have.
     vllm_config.kernel_config.enable_jit_warmup = False
@@ -147,7 +145,7 @@ def _not_served(vllm_config: "VllmConfig") -> str:
     found = {
         f"{num_ranks} ranks": num_ranks > 1,
         "--num-gpu-blocks-override": vllm_config.cache_config.num_gpu_blocks_override is not None,
-        "--kv-offloading-size": isinstance(options, dict) and "jenga_host_bytes" in options,
+        "--kv-offloading-size": isinstance(options, dict) and HOST_BYTES in options,
         "--enable-sleep-mode": model is not None and model.enable_sleep_mode,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         # It times steps on any pages of the arena, and recurrent layers write to them.

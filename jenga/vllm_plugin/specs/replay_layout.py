@@ -18,6 +18,11 @@ import torch
 from vllm.logger import init_logger
 
 from jenga.models.options import default_history_tokens
+from jenga.vllm_plugin.settings.additional_config import (
+    HISTORY_IS_DEFAULT,
+    HISTORY_REQUESTS,
+    HISTORY_TOKENS,
+)
 from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
     HISTORY_REQUESTS_VARIABLE,
@@ -32,15 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 logger = init_logger(f"vllm.{__name__}")
-
-_HISTORY_TOKENS = "jenga_history_tokens"
-"""Key in vLLM's `additional_config` that carries the number of tokens to the engine."""
-
-_IS_DEFAULT = "jenga_history_is_default"
-"""Key that is there if the length is the default. Layers without a history are then no error."""
-
-_HISTORY_REQUESTS = "jenga_history_requests"
-"""Key of the fewest requests of a step that does not write all of its states, if that is set."""
 
 _ASKED_BY = f"--use-replayssm and {HISTORY_VARIABLE}"
 
@@ -86,7 +82,7 @@ def take_replay(
             )
             raise ValueError(msg)
         if wanted_requests is not None:
-            _options_of(vllm_config)[_HISTORY_REQUESTS] = wanted_requests
+            _options_of(vllm_config)[HISTORY_REQUESTS] = wanted_requests
         return
     least, num_tokens = 2 * max_decode_tokens(vllm_config), max(asked.values())
     for name, tokens in asked.items():
@@ -106,9 +102,9 @@ def take_replay(
             f"{type(options).__name__}"
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
-    options[_HISTORY_TOKENS] = num_tokens
+    options[HISTORY_TOKENS] = num_tokens
     if wanted_requests is not None:
-        options[_HISTORY_REQUESTS] = wanted_requests
+        options[HISTORY_REQUESTS] = wanted_requests
     cache.use_replayssm = False
 
 
@@ -116,8 +112,8 @@ def _take_default(vllm_config: "VllmConfig") -> None:
     """Keep histories if tokens are drafted. A worker's configuration may have a length already."""
     num_tokens = default_history_tokens(vllm_config.num_speculative_tokens)
     options = vllm_config.additional_config
-    if num_tokens and isinstance(options, dict) and _HISTORY_TOKENS not in options:
-        options |= {_HISTORY_TOKENS: num_tokens, _IS_DEFAULT: True}
+    if num_tokens and isinstance(options, dict) and HISTORY_TOKENS not in options:
+        options |= {HISTORY_TOKENS: num_tokens, HISTORY_IS_DEFAULT: True}
 
 
 def _options_of(vllm_config: "VllmConfig") -> dict[str, Any]:
@@ -128,7 +124,7 @@ def _options_of(vllm_config: "VllmConfig") -> dict[str, Any]:
 
 def history_tokens(vllm_config: "VllmConfig") -> int:
     """Get the number of tokens in a history. 0 means that every step writes states."""
-    return _options_of(vllm_config).get(_HISTORY_TOKENS, 0)
+    return _options_of(vllm_config).get(HISTORY_TOKENS, 0)
 
 
 def history_requests(vllm_config: "VllmConfig", spec: "MambaSpec") -> int:
@@ -141,8 +137,8 @@ def history_requests(vllm_config: "VllmConfig", spec: "MambaSpec") -> int:
         spec: Spec of the layers, which have histories. By default the bytes of their states decide.
     """
     options = _options_of(vllm_config)
-    if _HISTORY_REQUESTS in options:
-        return options[_HISTORY_REQUESTS]
+    if HISTORY_REQUESTS in options:
+        return options[HISTORY_REQUESTS]
     state_bytes = prod(spec.shapes[1]) * spec.dtypes[1].itemsize
     return -(-HISTORY_KINDS[spec.mamba_type.name].least_bytes // state_bytes)
 
@@ -166,7 +162,7 @@ def with_histories(
     try:
         return _with_histories(vllm_config, specs)
     except ValueError:
-        if not _options_of(vllm_config).get(_IS_DEFAULT):
+        if not _options_of(vllm_config).get(HISTORY_IS_DEFAULT):
             raise
         return dict(specs)
 

@@ -349,7 +349,71 @@ def test_host_memory_without_prefix_caching_is_refused(capsys):
     code, printed = replay(capsys, *CRAMPED, *MANY, "--host", "1GiB", "--no-prefix-caching")
 
     assert code != 0
-    assert "--host keeps prefixes, and --no-prefix-caching keeps none" in printed.err
+    assert "--host has no effect with --no-prefix-caching" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--manager", "vllm", "--host", "1GiB"], "--host has no effect with --manager vllm"),
+        (["--manager", "static", "vllm", "--host", "1GiB"], "it is for jenga, paged, max, lcm"),
+        (["--manager", "vllm", "--left-share", "0"], "--left-share has no effect with --manager"),
+        (["--manager", "vllm", "--eviction", "lru"], "--eviction has no effect with --manager"),
+        (["--manager", "gcd", "--eviction-rows"], "--eviction-rows has no effect with --manager"),
+        (["--vllm", "default"], "--vllm has no effect with --manager jenga: it is for vllm"),
+        (["--no-prefix-caching", "--left-share", "0.3"], "--left-share has no effect with --no-"),
+        (["--step-seconds", "1", "--bandwidth-share", "0.5"], "--bandwidth-share has no effect"),
+        (["--host-bandwidth", "1GB"], "--host-bandwidth has no effect without --host"),
+        (["--request-rows"], "--request-rows has no effect without --out"),
+    ],
+)
+def test_an_option_without_any_effect_is_refused_by_name(capsys, arguments, words):
+    code, printed = replay(capsys, *SMALL, *TRACE, *arguments)
+
+    assert code == 2
+    assert printed.out == ""
+    assert words in printed.err
+
+
+def test_a_note_names_the_managers_to_which_an_option_does_not_apply(capsys):
+    managers = ("--manager", "jenga", "static")
+
+    _, plain = replay(capsys, *CRAMPED, *MANY, *managers)
+    code, hosted = replay(capsys, *CRAMPED, *MANY, *managers, "--host", "64MB")
+
+    assert code == 0
+    assert hosted.out.splitlines()[-1] == "--host does not apply to static."
+    assert "does not apply" not in plain.out
+
+
+def test_the_legend_says_why_requests_were_refused(capsys, tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n20,4\n140000,4\n150000,4\n2000,4\n")
+    trace = ("--trace", path, "--out", tmp_path / "rows.jsonl")
+
+    code, printed = replay(capsys, *SMALL, *trace)
+    _, again = replay(capsys, *SMALL, *trace)
+    _, none = replay(capsys, *SMALL, *TRACE)
+
+    legend = " ".join(printed.out.split())
+    assert code == 0
+    assert printed.out.splitlines()[2].split()[-1] == "3"
+    assert "longer than the 131,072 tokens that the model reads (2)" in legend
+    assert "does not fit the arena alone (1)." in legend
+    assert again.out == printed.out
+    assert '"refused"' not in none.out
+
+
+def test_the_legend_explains_the_columns(capsys):
+    _, printed = replay(capsys, *SMALL, *TRACE, "--bounds")
+
+    columns = printed.out.splitlines()[1]
+    legend = " ".join(printed.out.split())
+    assert "unlimited %  at most %" in columns
+    assert "best" not in printed.out
+    assert '"at most %" an upper bound' in legend
+    assert "TTFT is the time to first token" in legend
+    assert "TPOT is the time per output token" in legend
 
 
 def test_a_malformed_line_of_a_trace_is_named(capsys, tmp_path):
@@ -372,3 +436,19 @@ def test_a_gpu_of_any_size_will_do_with_seconds_given(capsys):
     assert code == 0
     # All prompts in one step, three further tokens.
     assert " 2.0 " in printed.out.splitlines()[5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: --model, --trace"),
+        ([*SMALL, *TRACE, "--left-share=2"], "argument --left-share: must be in [0, 1), got '2'"),
+    ],
+)
+def test_a_usage_error_is_two_lines(capsys, arguments, words):
+    with pytest.raises(SystemExit):
+        main(["replay", *arguments])
+
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: jenga replay --model MODEL [MODEL ...] --trace TRACE [option ...]"
+    assert error == f"jenga replay: error: {words}"

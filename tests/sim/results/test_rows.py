@@ -92,6 +92,7 @@ ROWS = [
         requests_per_s=1.0,
         tokens_per_s=2.0,
         ttft_s=Spread(p50=0.25, p90=0.25, p99=0.25, mean=0.25),
+        refusals={"does not fit the arena alone": 1},
         missed_tokens={"never cached": 16, "evicted: end": 32},
     ),
 ]

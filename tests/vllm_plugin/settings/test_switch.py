@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jenga.vllm_plugin.settings.environment import (
-    _KNOWN_VARIABLES,
+    KNOWN_VARIABLES,
     cache_directory,
     read_settings,
     selects_backend,
@@ -60,7 +60,7 @@ def test_a_backend_of_jenga_that_does_not_exist_is_refused_by_variable_and_value
 
 
 @pytest.mark.parametrize("text", ["", "  "])
-@pytest.mark.parametrize("name", [*sorted(_KNOWN_VARIABLES), "JENGA_GEOMETERY"])
+@pytest.mark.parametrize("name", [*sorted(KNOWN_VARIABLES), "JENGA_GEOMETERY"])
 def test_variables_that_are_empty_are_not_set(name, text):
     assert read_settings({name: text}) == read_settings({})
     assert cache_directory({name: text}) == cache_directory({})
