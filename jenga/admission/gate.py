@@ -26,9 +26,9 @@ The request that is held back waits longer, and those behind it gain.
 """
 
 LONG_QUEUE = 32
-"""Number of waiting requests from which on admissions are held back.
+"""Number of waiting requests from which on admissions are held back, until the queue is short.
 
-They are, until the queue is short again. In models with states a queue is long as soon as it is not short. What they evict is lost whole, and
+In models with states a queue is long as soon as it is not short. What they evict is lost whole, and
 many requests pay for it.
 """
 
