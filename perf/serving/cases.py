@@ -81,6 +81,9 @@ LEAST_REQUESTS = 200
 Articles are shorter there, and get more questions.
 """
 
+DOCUMENT_REQUESTS = 300
+"""Number of requests about documents that come and go."""
+
 TEXT_TOKENS = 4000, 60_000
 """Least and largest size of an article in tokens, for any size of the arena."""
 
@@ -326,6 +329,14 @@ def _articles(draw: Random, room: Room) -> Trace:
     return Trace(text, num * questions)
 
 
+def _documents(draw: Random, room: Room) -> Trace:
+    """Documents that come and go, with a few long questions each. All are read within a while."""
+    most = min(24_000, room.longest_tokens // 2)
+    between = draw.choice((6, 12, 24))
+    text = f"documents:n={DOCUMENT_REQUESTS},tokens={most // 12}-{most},num_between={between}"
+    return Trace(text, DOCUMENT_REQUESTS)
+
+
 def _articles24(_draw: Random, room: Room) -> Trace:
     """24 articles of 30,000 tokens with 8 questions each, independent of the arena's size."""
     return Trace(f"articles:n=24,questions=8,tokens={min(30_000, room.longest_tokens)}", 24 * 8)
@@ -436,6 +447,7 @@ WORKLOADS: dict[str, Callable[[Random, Room], Trace]] = {
     "zipf": _zipf,
     "alternate": _alternate,
     "loop": _loop,
+    "documents": _documents,
     "articles24": _articles24,
 }
 """Name -> made-up workload."""

@@ -230,6 +230,61 @@ def tools(  # noqa: PLR0913  one workload, all that describes it
         )
 
 
+def documents(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_requests: int = 300,
+    document_questions: Range = (2, 4),
+    document_tokens: Range = (2000, 24_000),
+    question_tokens: Range = (700, 2500),
+    num_between: float = 12.0,
+    output_tokens: Range = (30, 250),
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Documents that come and go. Each gets a few long questions, soon one after the other.
+
+    Args:
+        num_requests: Number of requests.
+        document_questions: Fewest and most questions on a document.
+        document_tokens: Fewest and most tokens of a document, which comes before the question.
+        question_tokens: Fewest and most tokens of a question.
+        num_between: Mean number of requests from the first question on a document to another one.
+        output_tokens: Fewest and most tokens of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Seed of lengths, order and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    check_arguments(
+        num_requests=num_requests,
+        document_questions=document_questions,
+        document_tokens=document_tokens,
+        question_tokens=question_tokens,
+        num_between=num_between,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
+    draw = random.Random(seed)
+    asked: list[tuple[float, Piece]] = []
+    while len(asked) < num_requests:
+        document = Piece(f"document {len(asked)}", draw.randint(*document_tokens))
+        place = draw.uniform(0, num_requests)
+        for question in range(draw.randint(*document_questions)):
+            later = draw.expovariate(1 / num_between) if question and num_between else 0.0
+            asked.append((place + later, document))
+    asked = sorted(asked[:num_requests], key=lambda each: each[0])
+    times_s = arrivals_s(draw, arrivals_per_s)
+    for number, (_, document) in enumerate(asked):
+        question = Piece(f"question {number}", draw.randint(*question_tokens))
+        yield Request(
+            name=str(number),
+            arrival_s=next(times_s),
+            prompt=(document, question),
+            output_tokens=draw.randint(*output_tokens),
+        )
+
+
 def loop(  # noqa: PLR0913  one workload, all that describes it
     *,
     num_articles: int = 30,

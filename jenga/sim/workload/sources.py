@@ -38,6 +38,7 @@ GENERATORS: dict[str, Callable[..., Iterator[Request]]] = {
     "samples": shared_texts.samples,
     "zipf": shared_texts.zipf,
     "tools": shared_texts.tools,
+    "documents": shared_texts.documents,
     "loop": shared_texts.loop,
     "shift": shared_texts.shift,
     "alternate": shared_texts.alternate,
@@ -66,6 +67,7 @@ _SHORT_NAMES = {
     "k": {"": "num_read"},
     "tokens": {
         **dict.fromkeys(_ARTICLES, "article_tokens"),
+        "documents": "document_tokens",
         "rag": "chunk_tokens",
         "": "prompt_tokens",
     },

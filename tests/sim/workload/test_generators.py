@@ -14,11 +14,33 @@ from jenga.sim.workload.arrivals import Arrivals
 from jenga.sim.workload.generators import agentic, articles
 from jenga.sim.workload.requests import Piece, prefix_hashes
 from jenga.sim.workload.sessions import agents, mixed
-from jenga.sim.workload.shared_texts import alternate, loop, rag, samples, shift, tools, zipf
+from jenga.sim.workload.shared_texts import (
+    alternate,
+    documents,
+    loop,
+    rag,
+    samples,
+    shift,
+    tools,
+    zipf,
+)
 from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec
 
-IN_TIME = (articles, rag, samples, zipf, tools, loop, shift, alternate, mixed, agents, agentic)
+IN_TIME = (
+    articles,
+    rag,
+    samples,
+    zipf,
+    tools,
+    documents,
+    loop,
+    shift,
+    alternate,
+    mixed,
+    agents,
+    agentic,
+)
 """Workloads with a rate of arrivals."""
 
 SMALL = {"num_articles": 40, "num_prompts": 300, "num_sessions": 300, "num_requests": 1500}
@@ -183,6 +205,21 @@ def test_inputs_share_the_head_of_their_tool_and_documents_nothing():
     assert len(set(names)) == len(names)
     heads = Counter(each.prompt[0].content for each in others)
     assert heads["head 0"] > 2 * heads["head 4"] > 0
+
+
+def test_questions_on_a_document_come_soon_one_after_the_other():
+    requests = list(documents(num_requests=400, num_between=10, document_questions=(2, 3)))
+
+    places = {}
+    for place, each in enumerate(requests):
+        assert 700 <= each.prompt[1].num_tokens <= 2500
+        places.setdefault(contents(each)[0], []).append(place)
+    assert len({contents(each)[1] for each in requests}) == 400
+    assert {len(each) for each in places.values()} <= {1, 2, 3}
+    between = [later - first for first, *others in places.values() for later in others]
+    assert sum(between) / len(between) == pytest.approx(10, rel=0.3)
+    # Documents come all the time: the last ones are not those of the beginning.
+    assert sum(first >= 200 for first, *_ in places.values()) > 50
 
 
 def test_a_loop_reads_its_articles_in_the_same_order_each_round():
