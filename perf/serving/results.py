@@ -161,12 +161,23 @@ class Results:
                     pair = Pair(ours=others[system], stock=of_stock, others=others)
                     self.pairs.setdefault((group, load), []).append(pair)
 
-    def gains(self, group: Group, limit: int, system: str | None = None) -> list[float]:
-        """Return a system's capacities divided by stock's best, for each seed that has both."""
+    def gains(
+        self, group: Group, limit: int, system: str | None = None, *, beside: str | None = None
+    ) -> list[float]:
+        """Return a system's capacities divided by stock's best, for each seed that has both.
+
+        Args:
+            group: The cells.
+            limit: TTFT p99 that a capacity allows, as a multiple.
+            system: Name of the system. None means the compared one.
+            beside: Name of a system. Seeds in which it has no capacity are left out.
+        """
         name = system or self.system
         found: list[float] = []
         for capacities in self.capacities[group]:
             stock, other = capacities.get((STOCK, limit)), capacities.get((name, limit))
+            if beside is not None and (beside, limit) not in capacities:
+                continue
             if stock is not None and other is not None and stock["rate"] and other["rate"]:
                 found.append(other["rate"] / stock["rate"])
         return found

@@ -117,6 +117,7 @@ ARRIVING = {
     "zipf": "whole prompts, by popularity",
     "alternate": "two sets of articles in turn",
     "loop": "articles in a cycle",
+    "documents": "documents that come and go",
 }
 """Workload of arrivals over time -> its description in README."""
 
