@@ -207,8 +207,8 @@ def _capacities(results: Results, limit: int) -> str:
     rows.append(["all", *by_workload, _gains(results, groups, limit)])
     return f"""## Capacity over stock's best, within {limit} times
 
-Ours / the oracle's, geometric means over the seeds of each. `>`: no rate that was tried is too high for ours;
-`=`: nor for stock.
+Ours / the oracle's, geometric means over the seeds of each. `>`: no rate that was
+tried is too high for ours; `=`: nor for stock.
 
 """ + _grid(("", *workloads, "all"), rows)
 
