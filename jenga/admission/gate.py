@@ -19,19 +19,6 @@ IDLE_STEPS = 16
 It is larger than the number of ranks of a pipeline.
 """
 
-SHORT_QUEUE = 3
-"""Number of waiting requests below which no admission is held back for the cache.
-
-The request that is held back waits longer, and those behind it gain.
-"""
-
-LONG_QUEUE = 32
-"""Number of waiting requests from which on admissions are held back, until the queue is short.
-
-In models with states a queue is long as soon as it is not short. What they evict is lost whole, and
-many requests pay for it.
-"""
-
 
 class AdmissionGate:
     """Applies the rules of admission, and informs the wait queue and the checkpoints.
@@ -42,7 +29,6 @@ class AdmissionGate:
 
     __slots__ = (
         "_checkpoints",
-        "_is_long",
         "_refused",
         "_refused_alone",
         "_requests",
@@ -68,7 +54,6 @@ class AdmissionGate:
         self._requests = requests
         self._checkpoints = checkpoints
         self._reserve = reserve
-        self._is_long = False
         self._refused: str | None = None
         self._refused_alone: str | None = None
         self.wait_queue = wait_queue
@@ -135,23 +120,14 @@ class AdmissionGate:
         """
         if start is not None and self._checkpoints.takes_little(start.hit):
             return 0
-        if self._is_queue_short():
-            return 0
         wait_queue = self.wait_queue
+        if wait_queue.is_short:
+            return 0
         return self._reserve.large_pages_to_leave(
             start.sharing if start is not None else None,
             reread_tokens=wait_queue.reread_tokens,
             asked_tokens=wait_queue.asked_tokens,
         )
-
-    def _is_queue_short(self) -> bool:
-        """Whether requests wait, and so few that none is held back for the cache."""
-        num_waiting = self.wait_queue.num_waiting
-        if num_waiting < SHORT_QUEUE:
-            self._is_long = False
-        elif self._checkpoints.states or num_waiting >= LONG_QUEUE:
-            self._is_long = True
-        return num_waiting > 0 and not self._is_long
 
     def record_refusal(self, request_id: str) -> None:
         """Record that there are not enough pages for a request."""

@@ -38,6 +38,20 @@ NO_VERSION = Version(None, 0, 0)
 """Version of hits that no request will start from."""
 
 
+SHORT_QUEUE = 3
+"""Number of waiting requests below which no admission is held back for the cache.
+
+The request that is held back waits longer, and those behind it gain.
+"""
+
+LONG_QUEUE = 32
+"""Number of waiting requests from which on admissions are held back, until the queue is short.
+
+In models with states a queue is long as soon as it is not short. What they evict is lost whole, and
+many requests pay for it.
+"""
+
+
 @dataclass(slots=True, eq=False)
 class WaitingRequest:
     """A request that was announced and has not ended.
@@ -82,8 +96,10 @@ class WaitQueue:
         "_followed",
         "_hash_tokens",
         "_horizon_bytes",
+        "_is_long",
         "_is_on",
         "_last",
+        "_long_queue",
         "_running",
         "_step",
         "_tables",
@@ -119,6 +135,9 @@ class WaitQueue:
         self._hash_tokens = hash_tokens
         self._horizon_bytes = arena_bytes
         self._is_on = is_on
+        has_states = any(table.policy.is_overwritten for table in tables)
+        self._long_queue = SHORT_QUEUE if has_states else LONG_QUEUE
+        self._is_long = False
         self._waiters: dict[str, WaitingRequest] = {}
         self._unknown: dict[str, WaitingRequest] = {}  # announced and not looked up yet, in order
         self._followed: dict[str, WaitingRequest] = {}  # looked up and not admitted
@@ -159,11 +178,25 @@ class WaitQueue:
             self._follow(request_id, waiter)
         else:
             self._unknown[request_id] = waiter
+        self._watch_length()
 
     @property
     def num_waiting(self) -> int:
         """Number of announced requests that were not admitted. It is 0 if none is followed."""
         return len(self._unknown) + len(self._followed)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether requests wait, and so few that no admission is held back for the cache."""
+        return self.num_waiting > 0 and not self._is_long
+
+    def _watch_length(self) -> None:
+        """Find out whether the queue is long, now that its length has changed."""
+        num_waiting = self.num_waiting
+        if num_waiting >= self._long_queue:
+            self._is_long = True
+        elif num_waiting < SHORT_QUEUE:
+            self._is_long = False
 
     def begin_step(self, step: int) -> None:
         """Look up requests that have waited for more than a step.
@@ -346,7 +379,9 @@ class WaitQueue:
 
     def _leave_queue(self, request_id: str, waiter: WaitingRequest) -> None:
         self._unknown.pop(request_id, None)
-        if self._followed.pop(request_id, None) is None:
+        is_unfollowed = self._followed.pop(request_id, None) is None
+        self._watch_length()
+        if is_unfollowed:
             return
         if not waiter.continues_other:
             self.reread_tokens -= waiter.reread_tokens

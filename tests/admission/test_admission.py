@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission.gate import IDLE_STEPS, LONG_QUEUE, SHORT_QUEUE
+from jenga.admission.gate import IDLE_STEPS
 from jenga.admission.reserve import REMEMBERED_REQUESTS, CacheReserve
+from jenga.admission.wait_queue import LONG_QUEUE, SHORT_QUEUE
 from jenga.arena.small_pages import Sharing
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager

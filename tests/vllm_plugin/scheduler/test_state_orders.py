@@ -255,7 +255,7 @@ def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0, resets=Fals
     [
         pytest.param(8 * MIB, 2, False, id="two_kinds_of_states_with_room_for_many"),
         pytest.param(2 * MIB, 2, False, id="two_kinds_of_states_always_evicting"),
-        pytest.param(12 << 16, 1, True, id="requests_that_preempt_each_other"),
+        pytest.param(14 << 16, 1, True, id="requests_that_preempt_each_other"),
     ],
 )
 def test_every_request_goes_on_from_its_own_tokens(
