@@ -57,9 +57,8 @@ def test_qwen3_5_generates_what_transformers_generates_and_finds_its_prefixes(
 
 @pytest.mark.slow
 def test_gated_delta_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(
-    tiny_model, run_engine, monkeypatch
+    tiny_model, run_engine
 ):
-    monkeypatch.setenv("JENGA_LEFT_SHARE", "0")  # no room is left for states that others wait for
     model = tiny_model("qwen3_next")
     prompts = prompts_over_shared_prefixes(8, seed=31)
     options = CUTS | {"max_num_seqs": 8}

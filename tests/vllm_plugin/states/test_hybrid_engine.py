@@ -10,6 +10,8 @@ pytestmark = pytest.mark.vllm
 JENGA = {"attention_backend": "JENGA_TRITON", "enable_prefix_caching": True}
 # A budget that cuts prompts anywhere, the fewer tokens the more others decode.
 CUTS = {"max_num_batched_tokens": 37, "max_num_seqs": 3}
+NO_ROOM_LEFT = {"JENGA_LEFT_SHARE": "0"}
+"""Without it, admissions leave room for the next states, so that hardly anyone is preempted."""
 NUM_PROMPTS = 6
 TURN = [7, 8, 9, 10, 11]
 
@@ -107,13 +109,7 @@ def test_hybrids_in_an_arena_that_always_evicts_lose_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="to be mended: nothing is preempted here since admissions leave more room"
-)
-def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(
-    tiny_model, run_engine, monkeypatch
-):
-    monkeypatch.setenv("JENGA_LEFT_SHARE", "0")  # no room is left for states that others wait for
+def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
     prompts = prompts_over_shared_prefixes(6, seed=24)
     options = CUTS | {"max_num_seqs": 6}
@@ -123,7 +119,8 @@ def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(
         model,
         prompts,
         max_tokens=60,
-        options=options | JENGA | {"kv_cache_memory_bytes": 8 << 18},
+        options=options | JENGA | {"kv_cache_memory_bytes": 10 << 18},
+        environment=NO_ROOM_LEFT,
         fill_arena=True,
         report_manager=True,
         by_references=True,

@@ -13,7 +13,13 @@ from tests.vllm_plugin.drafts.test_speculation import MTP, by_draft, check_draft
 from tests.vllm_plugin.drafts.test_speculation import PROMPTS as DRAFTED_PROMPTS
 from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.states.test_gated_delta_engine import PROMPTS
-from tests.vllm_plugin.states.test_hybrid_engine import CUTS, JENGA, TURN, check_turns
+from tests.vllm_plugin.states.test_hybrid_engine import (
+    CUTS,
+    JENGA,
+    NO_ROOM_LEFT,
+    TURN,
+    check_turns,
+)
 from tests.vllm_plugin.states.test_replayed_states import ALWAYS, hits_of_answers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -69,11 +75,7 @@ def test_hybrid_generates_what_transformers_generates_and_goes_on_from_its_answe
     assert not is_second or sum(ours["replays"].values()) >= 70
 
 
-@pytest.mark.xfail(
-    reason="to be mended: nothing is preempted here since admissions leave more room"
-)
-def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_engine, monkeypatch):
-    monkeypatch.setenv("JENGA_LEFT_SHARE", "0")  # no room is left for states that others wait for
+def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_engine):
     model, prompts = tiny_model("qwen3_next"), prompts_over_shared_prefixes(8, seed=31)
 
     theirs = run_engine(model, prompts, max_tokens=60, script="reference_process.py")
@@ -82,7 +84,8 @@ def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_en
         model,
         prompts,
         max_tokens=60,
-        options=CUTS | {"max_num_seqs": 8, "kv_cache_memory_bytes": 3 << 18},
+        options=CUTS | {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20},
+        environment=REPLAY | NO_ROOM_LEFT,
     )
 
     assert_same_generation(ours, theirs)

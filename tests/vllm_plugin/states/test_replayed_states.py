@@ -12,7 +12,7 @@ from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.drafts.test_speculation import MTP, by_draft, check_drafts
 from tests.vllm_plugin.drafts.test_speculation import PROMPTS as DRAFTED_PROMPTS
 from tests.vllm_plugin.engine.test_model_runner_v2 import graphs_of
-from tests.vllm_plugin.states.test_hybrid_engine import CUTS, JENGA, TURN
+from tests.vllm_plugin.states.test_hybrid_engine import CUTS, JENGA, NO_ROOM_LEFT, TURN
 from tests.vllm_plugin.states.test_mamba import (
     CONV_DIM,
     INNER,
@@ -280,11 +280,7 @@ def test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="to be mended: nothing is preempted here since admissions leave more room"
-)
-def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_engine, monkeypatch):
-    monkeypatch.setenv("JENGA_LEFT_SHARE", "0")  # no room is left for states that others wait for
+def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
     prompts = prompts_over_shared_prefixes(6, seed=24)
     options = CUTS | {"max_num_seqs": 6}
@@ -295,7 +291,7 @@ def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_en
         prompts,
         max_tokens=60,
         options=options | JENGA | REPLAY | {"kv_cache_memory_bytes": 8 << 18},
-        environment=ALWAYS,
+        environment=ALWAYS | NO_ROOM_LEFT,
         fill_arena=True,
         report_manager=True,
     )
