@@ -31,6 +31,9 @@ _UNIT_BYTES = {
     "tib": 1 << 40,
 }
 
+LEAST_BARE_BYTES = 1_000_000
+"""Fewest bytes that a size without a unit may give."""
+
 _SIZE = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 
 
@@ -161,7 +164,8 @@ def parse_bytes(text: str, *, least: int = 1) -> int:
         least: Fewest bytes that are accepted.
 
     Raises:
-        ValueError: The text stands for no size, or for fewer bytes than `least`.
+        ValueError: The text stands for no size, for fewer bytes than `least`, or is a number below
+            a million without a unit, which hardly means bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -172,6 +176,9 @@ def parse_bytes(text: str, *, least: int = 1) -> int:
     num_bytes = int(Decimal(match[1].replace("_", "").replace(",", "")) * unit_bytes)
     if num_bytes < least:
         msg = f"size must be at least {least} bytes, got {text!r}"
+        raise ValueError(msg)
+    if not match[2] and 0 < num_bytes < LEAST_BARE_BYTES:
+        msg = f"size needs a unit, such as {match[1]}GB, {match[1]}GiB or {match[1]}B, got {text!r}"
         raise ValueError(msg)
     return num_bytes
 

@@ -38,6 +38,17 @@ def test_size_refuses_what_is_none(text):
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["24", "160", "999_999", "1.5"])
+def test_small_size_without_a_unit_is_refused(text):
+    with pytest.raises(ValueError, match=rf"size needs a unit, such as {text}GB, .*got '{text}'"):
+        parse_bytes(text)
+    assert parse_bytes(f"{text}GB") == float(text) * 10**9
+
+
+def test_zero_needs_no_unit():
+    assert parse_bytes("0", least=0) == 0
+
+
 def test_size_refuses_zero():
     with pytest.raises(ValueError, match="at least 1 bytes"):
         parse_bytes("0.3")
