@@ -176,8 +176,15 @@ def test_other_packages_say_no_more_than_errors_while_a_command_runs(capsys, mon
     ids=lambda arguments: arguments[0],
 )
 def test_commands_that_ask_vllm_write_nothing_on_standard_error(arguments):
+    # Other tests of the process may have made vLLM quiet.
+    variables = {name: value for name, value in os.environ.items() if name not in cli._QUIET}
+
     ended = subprocess.run(
-        [sys.executable, "-m", "jenga", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "jenga", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=variables,
     )
 
     assert ended.stdout

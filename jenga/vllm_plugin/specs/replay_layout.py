@@ -112,7 +112,15 @@ def _take_default(vllm_config: "VllmConfig") -> None:
     """Keep histories if tokens are drafted. A worker's configuration may have a length already."""
     num_tokens = default_history_tokens(vllm_config.num_speculative_tokens)
     options = vllm_config.additional_config
-    if num_tokens and isinstance(options, dict) and HISTORY_TOKENS not in options:
+    if not num_tokens:
+        return
+    if not isinstance(options, dict):
+        logger.info_once(
+            "recurrent layers, if there are any, keep a state for each drafted token and no "
+            "history, because --additional-config is no mapping but %s",
+            type(options).__name__,
+        )
+    elif HISTORY_TOKENS not in options:
         options |= {HISTORY_TOKENS: num_tokens, HISTORY_IS_DEFAULT: True}
 
 

@@ -502,6 +502,23 @@ def test_drafts_bring_histories_of_two_steps_or_more(draft_tokens, history_token
     assert tokens_of(engine) == history_tokens
 
 
+def test_drafts_bring_no_histories_where_options_are_no_mapping(monkeypatch):
+    from jenga.vllm_plugin.specs import replay_layout
+
+    told = []
+    monkeypatch.setattr(replay_layout.logger, "info_once", lambda _, *words: told.append(words))
+    engine = SimpleNamespace(
+        cache_config=SimpleNamespace(use_replayssm=False),
+        additional_config=object(),
+        num_speculative_tokens=3,
+    )
+
+    replay_layout.take_replay(engine, None)
+
+    assert replay_layout.history_tokens(engine) == 0
+    assert told == [("object",)]
+
+
 def test_layers_that_can_keep_no_history_keep_none_by_default():
     from jenga.vllm_plugin.specs.replay_layout import take_replay, with_histories
 
