@@ -443,20 +443,19 @@ def test_the_quick_selection_is_part_of_the_whole():
     assert set(command.QUICK["loads"]) <= set(LOADS)
 
 
-def test_every_loss_has_a_cause_and_the_page_of_all_cells_is_that_of_the_rows():
-    out = command.OUT
+@pytest.mark.parametrize("name", ["serving", "serving_engine"])
+def test_every_loss_has_a_cause_and_a_page_of_cells_is_that_of_its_rows(name):
+    out = command.OUT.with_name(f"{name}.jsonl")
     rows = read([out])
-    causes = read_causes(out.with_name("serving_causes.json"))
+    causes = read_causes(out.with_name(f"{name}_causes.json"))
 
     assert {loss.name for loss in Results(rows).losses} == causes.keys()
     assert all(causes.values())
     assert out.with_suffix(".md").read_text(encoding="utf-8") == as_markdown(rows, causes=causes)
 
 
-def test_the_page_of_vllms_own_scheduler_is_that_of_the_rows():
-    out = command.OUT.with_name("serving_engine.jsonl")
-    rows = read([out])
+def test_three_models_are_measured_under_vllms_own_scheduler():
+    rows = read([command.OUT.with_name("serving_engine.jsonl")])
 
     assert {row["scheduling"] for row in rows} == {"asynchronous, by vLLM"}
     assert len({row["model"] for row in rows}) >= 3
-    assert out.with_suffix(".md").read_text(encoding="utf-8") == as_markdown(rows, causes={})
