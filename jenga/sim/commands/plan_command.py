@@ -9,7 +9,7 @@ from jenga.models import KvFormat, ModelFacts, ReadOptions
 from jenga.models.unserved import UNSERVED_FORMATS, unserved_features, unserved_format
 from jenga.sim.drawing.figures import check_format, save
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION, Budget, memory_budget
-from jenga.sim.hardware.gpus import GPUS, Gpu, find_gpu, parse_bytes
+from jenga.sim.hardware.gpus import GPUS, Gpu, find_gpu, parse_bytes, parse_memory
 from jenga.sim.planning.engine_layers import (
     Question,
     comparison,
@@ -117,7 +117,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--large-page-bytes",
-        type=_arena,
+        type=_page_bytes,
         metavar="BYTES",
         help="size of a large page, as in an arena that several engines share (`jenga broker`); by "
         "default the planner chooses it",
@@ -152,16 +152,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, extras="jenga-kv[plots]")
 
 
-def _arena(text: str) -> int:
+def _page_bytes(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _arena(text: str) -> int:
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _reserve(text: str) -> int:
     try:
-        return parse_bytes(text, least=0)
+        return parse_memory(text, least=0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

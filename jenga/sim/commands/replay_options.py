@@ -11,7 +11,7 @@ from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.batching.step_time import SHARES
 from jenga.sim.commands.trace_list import ListTraces
 from jenga.sim.hardware.budget import RESERVED_BYTES, UTILIZATION
-from jenga.sim.hardware.gpus import GPUS, parse_bytes
+from jenga.sim.hardware.gpus import GPUS, parse_memory
 from jenga.sim.planning.plan import KV_DTYPES
 from jenga.sim.replays.record import SAMPLED_EVERY
 from jenga.sim.replays.session import Settings
@@ -297,21 +297,21 @@ def _stock_options(text: str) -> StockOptions:
 
 def _arena(text: str) -> int:
     try:
-        return parse_bytes(text)
+        return parse_memory(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _reserve(text: str) -> int:
     try:
-        return parse_bytes(text, least=0)
+        return parse_memory(text, least=0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _rate(text: str) -> float:
     try:
-        return float(parse_bytes(text))
+        return float(parse_memory(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

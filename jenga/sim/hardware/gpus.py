@@ -32,7 +32,7 @@ _UNIT_BYTES = {
 }
 
 LEAST_BARE_BYTES = 1_000_000
-"""Fewest bytes that a size without a unit may give."""
+"""Fewest bytes of a GPU's or a host's memory that may be given without a unit."""
 
 _SIZE = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 
@@ -164,8 +164,7 @@ def parse_bytes(text: str, *, least: int = 1) -> int:
         least: Fewest bytes that are accepted.
 
     Raises:
-        ValueError: The text stands for no size, for fewer bytes than `least`, or is a number below
-            a million without a unit, which hardly means bytes.
+        ValueError: The text stands for no size, or for fewer bytes than `least`.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -177,8 +176,25 @@ def parse_bytes(text: str, *, least: int = 1) -> int:
     if num_bytes < least:
         msg = f"size must be at least {least} bytes, got {text!r}"
         raise ValueError(msg)
-    if not match[2] and 0 < num_bytes < LEAST_BARE_BYTES:
-        msg = f"size needs a unit, such as {match[1]}GB, {match[1]}GiB or {match[1]}B, got {text!r}"
+    return num_bytes
+
+
+def parse_memory(text: str, *, least: int = 1) -> int:
+    """Return the bytes of memory that a text stands for, as `parse_bytes` does.
+
+    A number below a million needs a unit, because it hardly means bytes.
+
+    Args:
+        text: Memory of a GPU or a host, as users write it.
+        least: Fewest bytes that are accepted.
+
+    Raises:
+        ValueError: As in `parse_bytes`, or the unit is missing.
+    """
+    num_bytes = parse_bytes(text, least=least)
+    size = _SIZE.fullmatch(text.strip())
+    if size and not size[2] and 0 < num_bytes < LEAST_BARE_BYTES:
+        msg = f"size needs a unit, such as {size[1]}GB, {size[1]}GiB or {size[1]}B, got {text!r}"
         raise ValueError(msg)
     return num_bytes
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.sim.hardware.gpus import GPUS, find_gpu, parse_bytes
+from jenga.sim.hardware.gpus import GPUS, find_gpu, parse_bytes, parse_memory
 
 
 def test_gpu_is_found_in_any_case_and_under_its_usual_names():
@@ -39,14 +39,15 @@ def test_size_refuses_what_is_none(text):
 
 
 @pytest.mark.parametrize("text", ["24", "160", "999_999", "1.5"])
-def test_small_size_without_a_unit_is_refused(text):
+def test_a_small_number_for_memory_needs_a_unit(text):
     with pytest.raises(ValueError, match=rf"size needs a unit, such as {text}GB, .*got '{text}'"):
-        parse_bytes(text)
-    assert parse_bytes(f"{text}GB") == float(text) * 10**9
+        parse_memory(text)
+    assert parse_memory(f"{text}GB") == parse_bytes(f"{text}GB")
 
 
-def test_zero_needs_no_unit():
-    assert parse_bytes("0", least=0) == 0
+@pytest.mark.parametrize(("text", "num_bytes"), [("1_000_000", 10**6), ("64KiB", 2**16), ("0", 0)])
+def test_other_memory_needs_none(text, num_bytes):
+    assert parse_memory(text, least=0) == num_bytes
 
 
 def test_size_refuses_zero():
